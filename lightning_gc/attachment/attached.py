@@ -35,9 +35,9 @@ from lightning_gc.exchange.validation import (
 )
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import Configuration, Workers
-from lightning_gc.local_steps import OuterSGD
 from lightning_gc.local_steps.local_rounds import LocalRounds
-from lightning_gc.local_steps.round_plan import RoundPlan
+from lightning_gc.local_steps.round_plan import Outer, RoundPlan
+from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.transports.accounting import Account
 from lightning_gc.transports.peer_error import is_from_backend, naming_peers, peers_in_words
 
@@ -544,6 +544,7 @@ class AttachedRounds(Attached):
         setup: as for ``Attached``.
         plan: when what is exchanged.
         outer: the step of the common weights.
+        unequal: how unequal workers share a round, or None.
         keep: takes the rounds of this process, before the control loop sets H.
     """
 
@@ -552,7 +553,8 @@ class AttachedRounds(Attached):
         module: nn.Module,
         setup: Setup,
         plan: RoundPlan,
-        outer: OuterSGD,
+        outer: Outer,
+        unequal: Unequal | None,
         keep: Callable[[Sequence[LocalRounds]], None],
     ) -> None:
         setup.workers.name(module)
@@ -566,6 +568,7 @@ class AttachedRounds(Attached):
             | {
                 "plan": repr(plan),
                 "outer": repr(outer),
+                "unequal": repr(unequal),
                 "names and shapes of parameters and buffers": digest_of(
                     {name: tuple(tensor.shape) for name, tensor in tensors}
                 ),
@@ -574,7 +577,9 @@ class AttachedRounds(Attached):
         )
         workers = setup.workers
         parts = (module, workers.names, workers.first, synchronizer, plan, outer)
-        self._begin: Callable[[], None] = lambda: keep([LocalRounds(*parts)])
+        if unequal is not None:
+            unequal.check_workers(plan.owner, workers.first.workers)
+        self._begin: Callable[[], None] = lambda: keep([LocalRounds(*parts, unequal=unequal)])
         super().__init__(module, setup, peers_of(setup.device, None, None), synchronizer)
 
     def _start(self) -> None:

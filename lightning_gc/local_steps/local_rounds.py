@@ -29,10 +29,12 @@ from lightning_gc.core.state_structure import ERRORS, FLOATS
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import explaining
 from lightning_gc.exchange.workers import Shapes, plain_name
-from lightning_gc.local_steps import OuterSGD
 from lightning_gc.local_steps.common_weights import CommonWeights, Fragment, mean_of
-from lightning_gc.local_steps.round_plan import MIXED, RoundPlan
+from lightning_gc.local_steps.round_plan import MIXED, Outer, RoundPlan
+from lightning_gc.local_steps.unequal import Clock, Share, Unequal, WallClock
 
+EQUAL = Unequal(pace="equal", weigh="equal")
+"""All workers make all steps, and count alike."""
 LOST_IN_A_ROW = 10
 """Exchanges that may be lost one after the other before the run stops."""
 
@@ -72,6 +74,8 @@ class Flight:
         drift: norm of the worker's distance, if measured.
         rate: the learning rate, ``(1,)`` float64, with the last fragment of a growing round: the
             mean over workers, once it has arrived. Else empty.
+        gathered: what unequal workers have agreed on before, if anything.
+        astray: the exchange has left this worker out.
     """
 
     index: int
@@ -83,6 +87,8 @@ class Flight:
     arriving: list[torch.futures.Future[Tensor]]
     drift: Tensor | None = None
     rate: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64, device="cpu"))
+    gathered: Tensor | None = None
+    astray: bool = False
 
 
 class LocalRounds:
@@ -96,9 +102,12 @@ class LocalRounds:
         plan: when, and in how many fragments.
         outer: the step that is made with the mean.
         present: the module holds this worker's weights within it, and whenever a method is called.
+        unequal: how workers that differ share a round; None: they are equal.
+        clock: this worker's; None: the real time.
 
     Attributes:
         weights: the common ones.
+        share: this worker's in the rounds.
         position: steps of the round that are done.
         chosen: H as a controller has set it; None: the plan's.
         length: H of this round; of growing ones ``plan.every`` until it is known.
@@ -125,8 +134,10 @@ class LocalRounds:
         engine: Engine,
         exchanger: Exchanger,
         plan: RoundPlan,
-        outer: OuterSGD,
+        outer: Outer,
         present: Callable[[], AbstractContextManager[None]] = nullcontext,
+        unequal: Unequal | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.present = present
         self._engine, self._exchanger, self.plan = engine, exchanger, plan
@@ -139,6 +150,15 @@ class LocalRounds:
             return {plain_name(n): p for n, p in module.named_parameters() if p not in names}
 
         self.weights = CommonWeights(module, params, buffers, untrained, plan.fragments, outer)
+        self.share = Share(
+            EQUAL if unequal is None else unequal,
+            outer,
+            plan.fragments,
+            engine.worker,
+            engine.workers,
+            embeddings(module, names),
+            clock or WallClock(next(iter(names)).device),
+        )
         self.position = 0
         self.length = plan.every
         self.chosen: int | None = None
@@ -154,6 +174,11 @@ class LocalRounds:
     def is_due(self) -> bool:
         """Whether something is exchanged after the next step."""
         return bool(self.plan.due(self.position + 1, self.length))
+
+    @property
+    def rests(self) -> bool:
+        """Whether this worker, being slow, skips the next step."""
+        return self.share.rests(self.position, self.length)
 
     @property
     def apart(self) -> bool:
@@ -180,6 +205,7 @@ class LocalRounds:
     def restart(self) -> None:
         """Forget place in the round, outer momentum and what is under way."""
         self.flight, self.rate = None, None
+        self.share.restart()
         self.position, self.length, self.waited = 0, self.every, 0
         self.since = [0] * len(self.since)
         for each in self.weights.fragments:
@@ -203,6 +229,10 @@ class LocalRounds:
             False if an exchange was lost, since some worker's weights were not finite: then all
             are back at the common weights.
         """
+        if not self.rests:
+            self.share.stepped()
+        if ends or self.is_due:
+            yield  # simulated workers all make the step before the first one sends
         self.position += 1
         self.waited += 1
         self.since = [steps + 1 for steps in self.since]
@@ -226,12 +256,14 @@ class LocalRounds:
         """Exchange everything now and wait for it, so that all weights are common."""
         finite = (yield from self._land()) if self.flight is not None else True
         for index in range(self.plan.fragments):
-            self._send(index, 0)
+            self._send(index, 0, wait=True)
             finite = (yield from self._land()) and finite
         self.position, self.length = 0, self.every
         return finite
 
-    def _send(self, index: int, delay: int, rate: float | None = None) -> None:
+    def _send(
+        self, index: int, delay: int, rate: float | None = None, *, wait: bool = False
+    ) -> None:
         """Begin the exchange of a fragment; with the last one, exchange the learning rate too."""
         engine, fragment = self._engine, self.weights.fragments[index]
         steps = min(self.since)  # since any exchange
@@ -239,11 +271,16 @@ class LocalRounds:
         engine.tally.local_bytes += steps * self._step_bytes
         distance = fragment.distance()
         drift = torch.linalg.vector_norm(distance) if engine.statistics.norms_wanted else None
-        sent = fragment.weights() if delay else None
-        arriving = [self._exchanger.submit(distance, fragment.shapes)]
+        self.share.depart(wait=wait)
+        sent = fragment.weights() if delay else fragment.start() if self.share.late else None
+        arriving, gathered = [], None
+        if self.share.agrees:
+            contribute, gathered = self.share.contribute(index, distance, fragment.shapes)
+            arriving.append(self._exchanger.run(contribute, gathered))
+        arriving.append(self._exchanger.submit(distance, fragment.shapes))
         buffers: dict[str, Tensor] = {}
         if index == len(self.since) - 1:
-            flow, moved = self.weights.buffers.exchange(buffers)
+            flow, moved = self.weights.buffers.exchange(buffers, self.share.late)
             if moved.numel():
                 arriving.append(self._exchanger.run(flow, moved))
         rates = []
@@ -252,20 +289,29 @@ class LocalRounds:
         mean_rate = torch.tensor(rates, dtype=torch.float64, device=distance.device)
         if rates:
             arriving.append(self._exchanger.run(mean_of(mean_rate), mean_rate))
-        since, self.since[index] = self.since[index], 0
+        since = self.since[index]
+        if not self.share.late:
+            self.since[index] = 0
         self.flight = Flight(
-            index, distance, buffers, delay, since, sent, arriving, drift, mean_rate
+            index, distance, buffers, delay, since, sent, arriving, drift, mean_rate, gathered
         )
 
     def arrive(self) -> None:
         """Wait for the exchange under way, if there is one, without taking it over yet."""
         if self.flight is None or not self.flight.arriving:
             return
+        flight, waiting = self.flight, self.share.pause()
         self._exchanger.end_round([each.anchor for each in self.weights.fragments])
-        for future in self.flight.arriving:
+        for future in flight.arriving:
             future.wait()
         self._exchanger.check()
-        self.flight.arriving = []
+        self.share.clock.land()
+        self.share.go_on(waiting)
+        if flight.gathered is not None:
+            shapes = self.weights.fragments[flight.index].shapes
+            self.share.arrived(flight.index, flight.mean, shapes, flight.gathered)
+            flight.astray = self.share.astray(flight.gathered)
+        flight.arriving = []
         self.waited = 0
 
     def _land(self) -> Waits:
@@ -283,16 +329,23 @@ class LocalRounds:
         else:
             self.weights.go_back()
         self._count_lost(0 if finite else flight.steps + self.since[flight.index])
-        return finite
+        if flight.astray and finite:
+            warnings.warn(
+                f"The weights of worker {self._engine.worker} were not finite at round "
+                f"{self._engine.step}. The others left it out, and it begins again at the common "
+                f"weights. Its {flight.steps} steps are lost.",
+                stacklevel=2,
+            )
+        return finite and not flight.astray
 
     def _take_over(self, flight: Flight, fragment: Fragment) -> None:
         before = None if flight.drift is None else fragment.anchor.clone()
         fragment.step(flight.mean)
         if flight.buffers:
-            self.weights.buffers.step(flight.buffers)
-        if flight.sent is None:
+            self.weights.buffers.step(flight.buffers, rebase=self.share.late)
+        if flight.sent is None or flight.astray:
             fragment.put(fragment.anchor)
-        elif self.plan.merge == "rebase":
+        elif self.plan.merge == "rebase" or self.share.late:
             fragment.put(fragment.anchor + (fragment.weights() - flight.sent))
         else:
             fragment.put(MIXED * fragment.weights() + (1 - MIXED) * fragment.anchor)
@@ -301,6 +354,7 @@ class LocalRounds:
             self.figures = {"drift": float(flight.drift), "outer_step": float(outer)}
             self.figures["rounds"] = self._engine.step
             self.figures["round_steps"] = flight.steps
+            self.figures |= self.share.figures
 
     def _count_lost(self, steps: int) -> None:
         """Warn of an exchange that was lost, with its number of steps; stop after too many."""
@@ -319,6 +373,12 @@ class LocalRounds:
             )
         if self._engine.worker == 0:
             warnings.warn(sentence, stacklevel=2)
+
+
+def embeddings(module: nn.Module, names: Mapping[Tensor, str]) -> set[str]:
+    """Return the names of trained parameters that embeddings look up, tied ones too."""
+    tables = (each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
+    return {names[each.weight] for each in tables if each.weight in names}
 
 
 def finished(waits: Waits) -> bool:
@@ -358,6 +418,7 @@ class CommonState:
                     }
                 )
             ),
+            "share": Share.common_structure,
         },
     )
 
@@ -387,6 +448,7 @@ class CommonState:
                 for name in ("index", "left", "steps", "mean", "buffers", "rate")
             },
             "parameters": weights.buffers.taken,
+            "share": rounds.share.common_state(),
         }
 
     def load_common_state(self, state: Any) -> None:
@@ -409,6 +471,8 @@ class CommonState:
             each.anchor = each.flat(state["anchor"], each.anchor)
             if each.velocity is not None:
                 each.velocity = each.flat(state["velocity"], torch.zeros_like(each.velocity))
+        if "share" in state:
+            rounds.share.load_common_state(state["share"])
         if len(state["since"]) == len(rounds.since):  # else the fit has other fragments
             if rounds.plan.growing is not None:
                 rounds.rate = state["rate"]
@@ -448,7 +512,7 @@ class OwnState:
 
     structure = Record(
         {"weights": Each(FLOATS), "buffers": Each(FLOATS), "sent": Each(FLOATS)},
-        {"optimizers": Each(ANYTHING), "scaler": ANYTHING},
+        {"optimizers": Each(ANYTHING), "scaler": ANYTHING, "share": Share.own_structure},
     )
 
     def __init__(
@@ -475,6 +539,7 @@ class OwnState:
             "sent": sent,
             "optimizers": {str(index): each for index, each in enumerate(optimizers)},
             "scaler": {} if scaler is None else scaler.state_dict(),
+            "share": self._rounds.share.own_state(),
         }
 
     def load_own_states(self, states: Sequence[Any]) -> None:
@@ -495,6 +560,8 @@ class OwnState:
             flight.sent = fragment.flat(own["sent"], flight.sent)
         if not same:
             return
+        if "share" in states[0]:
+            self._rounds.share.load_own_state(states[0]["share"])
         optimizers: Mapping[str, Any] = states[0]["optimizers"]
         self._restored = [optimizers[str(index)] for index in range(len(optimizers))]
         scaler = self._scaler()

@@ -17,9 +17,12 @@ from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps import LocalHooks
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
-from lightning_gc.local_steps import GrowingRounds, OuterSGD
+from lightning_gc.local_steps import GrowingRounds, OuterSGD, Unequal
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits
 from lightning_gc.local_steps.refusals import refuse_in_trainer
+from lightning_gc.local_steps.round_plan import Outer
+from lightning_gc.local_steps.simulated_clock import SimulatedClock
+from lightning_gc.local_steps.unequal import check_speeds
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.network_model import NetworkModel
@@ -52,7 +55,10 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         merge: with a delay, how the result is taken over.
         fragments: P.
         show: what validation and test see.
-        workers: W, the number of simulated workers.
+        unequal: how unequal workers share a round.
+        workers: W, the number of simulated workers; may be left out if ``speeds`` are given.
+        speeds: of each worker, in steps per second; ``compression/predicted_seconds`` is then how
+            long the run would have taken, by these and ``network``. Nothing is slowed down.
         network: converts bytes to the seconds that ``CompressionMonitor`` shows.
         seed: of the compressor's private random numbers.
         state: in checkpoints; the same files as real workers write, so that a simulated run can
@@ -80,6 +86,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         workers: W.
         engines: each worker's state and configuration, once fitting has started.
         recordings: each worker's byte and time account, while fitting.
+        clock: predicts the time, if ``speeds`` are given.
     """
 
     def __init__(
@@ -89,13 +96,15 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         scheme: Scheme | str | None = None,
         controller: Controller | None = None,
         every: int | GrowingRounds = 32,
-        outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
+        outer: Outer = OuterSGD(),  # noqa: B008 - frozen
         delay: int = 0,
         merge: Literal["rebase", "mix"] = "rebase",
         fragments: int = 1,
         show: Literal["common", "local"] = "common",
+        unequal: Unequal | None = None,
         *,
-        workers: int,
+        workers: int | None = None,
+        speeds: Sequence[float] | None = None,
         network: NetworkModel = NetworkModel(),  # noqa: B008 - frozen
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
@@ -103,9 +112,28 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         min_numel: int = MIN_NUMEL,
         **kwargs: Any,
     ) -> None:
-        self._configure_workers(compressor, workers, network, kwargs)
+        owner = type(self).__name__
+        if speeds is not None:
+            check_speeds(owner, "speeds", speeds)
+            workers = len(speeds) if workers is None else workers
+            if workers != len(speeds):
+                raise ValueError(
+                    f"{owner}(workers={workers}, speeds={tuple(speeds)}): give one speed for each "
+                    f"worker, or leave workers out."
+                )
+        self._configure_workers(compressor, workers, network, kwargs)  # type: ignore[arg-type]
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        self._configure_rounds(every, outer, delay, merge, fragments, show, state)
+        self._configure_rounds(every, outer, delay, merge, fragments, show, state, unequal)
+        if unequal is not None:
+            unequal.check_workers(owner, self.workers)
+            if speeds is None and (unequal.pace == "measured" or unequal.grace is not None):
+                raise ValueError(
+                    f"{owner}(unequal={unequal!r}): simulated workers run one after the other, so "
+                    f"their speeds cannot be measured; give speeds=(1.0, 0.5), in steps per "
+                    f"second, one for each worker."
+                )
+        self.speeds = None if speeds is None else tuple(speeds)
+        self.clock: SimulatedClock | None = None
         super().__init__(**kwargs)
 
     _of_processes = "LocalStepsStrategy"
@@ -120,13 +148,17 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
                 f"processes."
             )
         workers = self.local_workers
-        exchanges = Exchanges(workers, self._ledger, self.root_device)
+        grace = None if self.unequal is None else self.unequal.grace
+        clock = SimulatedClock(self.speeds or (1.0,) * self.workers, grace)
+        self.clock = None if self.speeds is None else clock
+        exchanges = Exchanges(workers, self._ledger, self.root_device, clock)
         self._replicas = Replicas(module, self.workers, lambda: self.optimizers)
         rounds = []
         for engine, end in zip(self.engines, exchanges.of, strict=True):
             present = partial(self._replicas.entered, engine.worker)
             each = (module, workers.names, engine, end, self.plan, self.outer, present)
-            rounds.append(LocalRounds(*each))
+            time = clock.of(engine.worker)
+            rounds.append(LocalRounds(*each, unequal=self.unequal, clock=time))
         self._keep(rounds)
 
     def _start_alike(self) -> None:
@@ -147,12 +179,22 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the last micro-batch, every worker's own step, and the exchange that is due."""
         result, output = closure(), None
-        for worker in range(self.workers):
+        for worker, rounds in enumerate(self._all_rounds):
             self._replicas.enter(worker)
             again = _Once(result)
-            output = self._own_step(optimizer, again, *args, **kwargs)
+            output = self._own_step(rounds, optimizer, again, *args, **kwargs)
         self._together(self._stepped(each) for each in self._all_rounds)
         return output
+
+    def _active_rounds(self) -> LocalRounds:
+        return self._all_rounds[self.worker]
+
+    def _rested(self) -> None:
+        self._passed(self.worker)
+
+    def figures(self) -> dict[str, float]:
+        predicted = {} if self.clock is None else {"predicted_seconds": self.clock.seconds}
+        return super().figures() | predicted
 
     def _exchange_the_rest(self) -> None:
         self._together(each.ending() for each in self._all_rounds)
@@ -195,13 +237,17 @@ class Exchanges:
         workers: their engines.
         ledger: runs the flows, and counts bytes.
         device: of the tensors.
+        clock: predicts when they end.
 
     Attributes:
         of: per worker, its end: an ``Exchanger``.
     """
 
-    def __init__(self, workers: Workers, ledger: Ledger, device: torch.device) -> None:
+    def __init__(
+        self, workers: Workers, ledger: Ledger, device: torch.device, clock: SimulatedClock
+    ) -> None:
         self.workers, self.ledger, self.device = workers, ledger, device
+        self.clock = clock
         self.of = [End(self, engine) for engine in workers.engines]
 
     def carry_out(self) -> None:
@@ -211,6 +257,7 @@ class Exchanges:
         """
         if not all(end.sent for end in self.of):
             return
+        before = self.ledger.communicated
         for same in zip(*(end.sent for end in self.of), strict=True):
             self.ledger.step = self.workers.first.step
             self.ledger.run([one.flow for one in same], self.device)
@@ -221,6 +268,7 @@ class Exchanges:
         layout = [one.shapes for one in self.of[0].sent if one.shapes is not None]
         for end in self.of:
             end.sent = []
+        self.clock.arrive(self.ledger.communicated - before)
         self.workers.end_round(layout)
 
 

@@ -1,0 +1,96 @@
+"""SimulatedClock: predicted time of simulated workers whose steps take different seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+class SimulatedClock:
+    """Predicts when each of W workers has made its steps, and when exchanges begin and end.
+
+    A step of worker i takes ``1/speeds[i]`` seconds. An exchange begins when the last worker is
+    ready, or ``grace`` seconds after the first one. Without a delay workers wait for its end.
+
+    Args:
+        speeds: of each worker, in steps per second.
+        grace: seconds; None: wait for all.
+
+    Attributes:
+        now: by worker, seconds since the beginning.
+        ended: when the last exchange ended, in seconds.
+    """
+
+    def __init__(self, speeds: Sequence[float], grace: float | None) -> None:
+        self.speeds, self._grace = tuple(speeds), grace
+        self.now = [0.0] * len(self.speeds)
+        self.ended = 0.0
+        self._closed, self._lasted = 0.0, math.inf
+        self._closes: float | None = None  # when the exchange under way begins
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds until the last worker's last step or exchange."""
+        return max(self.now)
+
+    def step(self, worker: int) -> None:
+        """Let a worker make a step."""
+        self.now[worker] += 1 / self.speeds[worker]
+
+    def depart(self, worker: int, *, wait: bool) -> bool:
+        """Let a worker come to an exchange; return whether it has begun without it.
+
+        All have made their steps before the first one comes.
+        """
+        if self._closes is None:
+            grace = math.inf if self._grace is None or wait else self._grace
+            self._closes = min(max(self.now), min(self.now) + grace)
+            self._lasted, self._closed = self._closes - self._closed, self._closes
+        return self.now[worker] > self._closes
+
+    def arrive(self, seconds: float) -> None:
+        """End the exchange, whose messages take so many seconds."""
+        if self._closes is not None:
+            self.ended = self._closes + seconds
+            self._closes = None
+
+    def land(self, worker: int) -> None:
+        """Let a worker wait for the exchange's end."""
+        self.now[worker] = max(self.now[worker], self.ended)
+
+    def of(self, worker: int) -> WorkersTime:
+        """Return one worker's clock."""
+        return WorkersTime(self, worker)
+
+
+class WorkersTime:
+    """A simulated worker's clock: a ``Clock``."""
+
+    def __init__(self, clock: SimulatedClock, worker: int) -> None:
+        self._clock, self._worker = clock, worker
+
+    def now(self) -> float:
+        return self._clock.now[self._worker]
+
+    def step(self) -> None:
+        self._clock.step(self._worker)
+
+    def depart(self, *, wait: bool) -> bool:
+        return self._clock.depart(self._worker, wait=wait)
+
+    def land(self) -> None:
+        self._clock.land(self._worker)
+
+    def spare(self) -> float:
+        clock = self._clock
+        return clock._lasted - max(0.0, self.now() - clock.ended)
+
+    def times(self) -> list[float]:
+        clock = self._clock
+        return [*clock.now, clock.ended, clock._closed, min(clock._lasted, 1e30)]
+
+    def load(self, times: Sequence[float]) -> None:
+        clock, workers = self._clock, len(self._clock.now)
+        if len(times) == workers + 3:
+            clock.now = list(times[:workers])
+            clock.ended, clock._closed, clock._lasted = times[workers:]
