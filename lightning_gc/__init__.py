@@ -43,6 +43,8 @@ if _TYPE_CHECKING:
     )
     from lightning_gc.local_steps import GrowingRounds as GrowingRounds
     from lightning_gc.local_steps import OuterSGD as OuterSGD
+    from lightning_gc.local_steps import RadialDirectional as RadialDirectional
+    from lightning_gc.local_steps import Unequal as Unequal
     from lightning_gc.memories import *
     from lightning_gc.schemes import *
     from lightning_gc.transports.network_model import NetworkModel as NetworkModel
@@ -54,6 +56,8 @@ _SINGLE = {
     "GrowingRounds": "local_steps",
     "NetworkModel": "transports.network_model",
     "OuterSGD": "local_steps",
+    "RadialDirectional": "local_steps",
+    "Unequal": "local_steps",
     "advise": "advice",
     "attach": "attachment.plain_torch",
 }

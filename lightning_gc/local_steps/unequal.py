@@ -52,8 +52,8 @@ class Unequal(Settings):
             contributes nothing and begins again at the common weights. Clipped parts are lost.
 
     Communication pattern:
-        One gather before each exchange, if there is something to agree on: 12 bytes for each
-        worker, and 4 bytes more for each tensor with ``median_clip`` or ``RadialDirectional``.
+        One gather before each exchange, if there is something to agree on: 12 bytes of each
+        worker, and 4 more for each tensor with ``median_clip`` or ``RadialDirectional``.
 
     Raises:
         ValueError: an unknown word, a speed that is not above 0, a negative ``grace``.

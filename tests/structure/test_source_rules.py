@@ -34,7 +34,7 @@ FAMILIES = (Compressor, Memory, Scheme, Transport)
 EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
 CompressedDDPStrategy CompressedFSDPStrategy CompressedFabricStrategy CompressedHSDPStrategy
-CompressionMonitor GrowingRounds LocalStepsStrategy NetworkModel OuterSGD
+CompressionMonitor GrowingRounds LocalStepsStrategy NetworkModel OuterSGD RadialDirectional Unequal
 SimulatedDDPStrategy SimulatedLocalStepsStrategy
 advise attach
 Induced PerParameter Quantised SizeSwitch
