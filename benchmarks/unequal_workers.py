@@ -1,19 +1,21 @@
 """Time to a loss with workers of speeds 1 : 0.5 : 0.5: local steps of equal H against H by speed.
 
     python benchmarks/unequal_workers.py            # predicted, then real; writes a dated page
-    python benchmarks/unequal_workers.py --predict  # simulated workers only; prints
+    python benchmarks/unequal_workers.py --only predicted
 
 Three workers train the small transformer of ``papers/``. The target is the loss of equal H after
 ``ROUNDS`` rounds. The other arms get several shares of its time, each with a cosine of rates over
 its own steps. The time to the target is where the line through their losses crosses it. Predicted:
 simulated workers with ``speeds=``, and the seconds of their clock. Real: three processes over Gloo,
-of which two are slowed. Each step is padded by ``time.sleep``, to 0.1 s on worker 0 and to 0.2 s on
+of which two are slowed. Each step is padded by ``time.sleep``, to 0.3 s on worker 0 and to 0.6 s on
 the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import math
 import os
@@ -22,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ import dated_page
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader
 
 from lightning_gc import (
@@ -49,10 +53,11 @@ from transformer import LENGTH, Transformer, validation
 
 hush()
 SPEEDS = (10.0, 5.0, 5.0)  # steps per second
-EVERY, ROUNDS, BATCH, RATE = 8, 30, 4, 0.006
+EVERY, ROUNDS, BATCH, RATE = 8, 20, 4, 0.006
 SEEDS = (0, 1, 2)
-SHARES = (0.6, 0.75, 1.0)
-REAL_SHARES = (0.6, 0.75)
+SHARES = (0.6, 0.75)
+PADDED = 3.0  # a real step lasts so many times 1/speed, so that a loaded machine can keep it
+
 NETWORKS = {
     "a network that costs nothing": NetworkModel(bandwidth_gbps=100.0),
     "10 Mbit/s, 40 ms": NetworkModel(bandwidth_gbps=0.01, latency_us=40_000, topology="ring"),
@@ -66,9 +71,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "H by speed, median clip": {"unequal": Unequal(median_clip=True)},
     "equal H, grace of 0.1 s": {"unequal": Unequal(pace="equal", grace=0.1)},
 }
-REAL = tuple(ARMS)[1:3]
+REAL = ("H by speed, weighted by steps",)
 Run = tuple[float, float]
 """Seconds and validation loss at the end."""
+Job = tuple[str, int, int]
+"""Arm, rounds and seed."""
 
 
 class Words(pl.LightningModule):
@@ -143,7 +150,7 @@ def fit(strategy: Any, words: Words, batches: list[Tensor], devices: int) -> Non
     trainer.fit(words, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
 
 
-def predicted(arm: str, rounds: int, seed: int, network: NetworkModel) -> Run:
+def predicted(network: NetworkModel, arm: str, rounds: int, seed: int) -> Run:
     """Train with simulated workers."""
     number, shares, text = task(rounds, seed)
     words = Words(number, EVERY * rounds)
@@ -155,37 +162,41 @@ def predicted(arm: str, rounds: int, seed: int, network: NetworkModel) -> Run:
     return strategy.clock.seconds, validation(words.net, text)
 
 
-def real(arm: str, rounds: int, seed: int) -> Run:
-    """Train with three processes; return what worker 0 has seen."""
+def real(jobs: list[Job]) -> dict[Job, Run]:
+    """Train with three processes, one job after the other; return what worker 0 has seen."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        path = Path(folder) / "run.json"
-        given = (arm, rounds, seed, str(path), port)
-        torch.multiprocessing.spawn(work, given, len(SPEEDS))  # type: ignore[no-untyped-call]
-        seconds, loss = json.loads(path.read_text())
-    return float(seconds), float(loss)
+        path = Path(folder) / "runs.json"
+        spawn(work, (jobs, str(path), port), len(SPEEDS))  # type: ignore[no-untyped-call]
+        runs = json.loads(path.read_text())
+    return {job: (seconds, loss) for job, (seconds, loss) in zip(jobs, runs, strict=True)}
 
 
-def work(worker: int, arm: str, rounds: int, seed: int, path: str, port: int) -> None:
+def work(worker: int, jobs: list[Job], path: str, port: int) -> None:
     """Train as one of the processes."""
     workers = str(len(SPEEDS))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(worker)}
     os.environ |= {"WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers, "GROUP_RANK": "0"}
     os.environ |= {"LOCAL_RANK": str(worker), "TORCHELASTIC_RUN_ID": "unequal"}
     torch.set_num_threads(1)
-    number, shares, text = task(rounds, seed)
-    words = Words(number, EVERY * rounds, 1 / SPEEDS[worker])
-    options: dict[str, Any] = {"every": EVERY, "process_group_backend": "gloo", **ARMS[arm]}
-    fit(LocalStepsStrategy(QSGD(4), **options), words, shares[worker], len(SPEEDS))
+    runs = []
+    for arm, rounds, seed in jobs:
+        number, shares, text = task(rounds, seed)
+        words = Words(number, EVERY * rounds, PADDED / SPEEDS[worker])
+        options: dict[str, Any] = {"every": EVERY, "process_group_backend": "gloo", **ARMS[arm]}
+        fit(LocalStepsStrategy(QSGD(4), **options), words, shares[worker], len(SPEEDS))
+        if worker == 0:
+            runs.append((words.lasted, validation(words.net, text)))
+            dated_page.say(f"{arm}, {rounds} rounds, seed {seed}: {runs[-1]}")
     if worker == 0:
-        Path(path).write_text(json.dumps([words.lasted, validation(words.net, text)]))
+        Path(path).write_text(json.dumps(runs))
 
 
 def crossing(points: list[Run], target: float) -> float | None:
     """Return where the line through points of (seconds, loss) falls to the target, or None."""
-    for (before, high), (after, low) in zip(points, points[1:], strict=False):
+    for (before, high), (after, low) in itertools.pairwise(points):
         if high > target >= low:
             return before + (after - before) * (high - target) / (high - low)
     return points[0][0] if points[0][1] <= target else None
@@ -196,24 +207,27 @@ def mean(runs: list[Run]) -> Run:
     return statistics.fmean(s for s, _ in runs), statistics.fmean(loss for _, loss in runs)
 
 
-def table(measure: Any, arms: tuple[str, ...], shares: tuple[float, ...]) -> str:
+def rounds_of(arm: str, share: float) -> int:
+    """Return how many rounds an arm makes in a share of the time of equal H."""
+    return ROUNDS if arm == EQUAL else round(share * ROUNDS * max(SPEEDS) / min(SPEEDS))
+
+
+def table(measure: Callable[[str, int, int], Run], arms: Sequence[str]) -> str:
     """Return a table of the time to the loss of equal H.
 
     Args:
         measure: trains with an arm for so many rounds with a seed.
         arms: besides equal H.
-        shares: of its time, for which they train.
     """
     plain = [measure(EQUAL, ROUNDS, seed) for seed in SEEDS]
     whole, target = mean(plain)
     spread = max(loss for _, loss in plain) - min(loss for _, loss in plain)
-    lines = [[EQUAL, *[""] * (len(shares) - 1), f"{target:.3f} in {whole:.1f} s", "1"]]
+    lines = [[EQUAL, *[""] * (len(SHARES) - 1), f"{target:.3f} in {whole:.1f} s", "1"]]
     for arm in arms:
-        a_round = measure(arm, 4, SEEDS[0])[0] - measure(arm, 2, SEEDS[0])[0]
-        points = []
-        for share in shares:
-            rounds = round(share * whole / (a_round / 2))
-            points.append(mean([measure(arm, rounds, seed) for seed in SEEDS]))
+        several = (
+            [measure(arm, rounds_of(arm, share), seed) for seed in SEEDS] for share in SHARES
+        )
+        points = [mean(runs) for runs in several]
         found = crossing(points, target)
         said = [f"{loss:.3f} in {seconds:.1f} s" for seconds, loss in points]
         below = "at most " if found == points[0][0] else ""
@@ -221,34 +235,37 @@ def table(measure: Any, arms: tuple[str, ...], shares: tuple[float, ...]) -> str
             [arm, *said, "not reached" if found is None else f"{below}{found / whole:.2f}"]
         )
         dated_page.say(" | ".join(lines[-1]))
-    head = ["rounds", *(f"loss at {share:g}" for share in shares), "time to the target"]
+    shorter, longer = SHARES
+    head = ["rounds", f"loss at {shorter:g}", f"loss at {longer:g}", "time to the target"]
     return markdown(head, lines) + f"\nThe seeds of equal H differ by {spread:.3f}.\n"
 
 
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--predict", action="store_true", help="simulated workers only")
+    parser.add_argument("--only", choices=["predicted", "real"], help="one part; prints, no page")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    parts = []
-    for name, network in NETWORKS.items():
-        arms = tuple(ARMS)[1:] if not parts else REAL[1:]
-
-        def measure(arm: str, rounds: int, seed: int, network: NetworkModel = network) -> Run:
-            return predicted(arm, rounds, seed, network)
-
-        parts.append(f"## Predicted, {name}\n\n{table(measure, arms, SHARES)}\n")
+    parts: list[str] = []
+    for name, network in NETWORKS.items() if options.only != "real" else ():
+        arms = tuple(ARMS)[1:] if not parts else REAL
+        simulate = functools.partial(predicted, network)
+        parts.append(f"## Predicted, {name}\n\n{table(simulate, arms)}")
         dated_page.say(parts[-1])
-    if options.predict:
-        return
-    parts.append(f"## Real, three processes over Gloo\n\n{table(real, REAL[1:], REAL_SHARES)}\n")
-    dated_page.say(parts[-1])
-    about = (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2]
-    said = f"`python benchmarks/unequal_workers.py`, {dated_page.versions('torch')}."
-    settings = f"H = {EVERY}, QSGD(4), AdamW {RATE:g}, seeds {SEEDS}; losses are means over seeds."
-    text = "\n\n".join([dated_page.title("Unequal workers"), said, about.strip(), settings, *parts])
-    dated_page.write(dated_page.RESULTS, "unequal_workers", text)
+    if options.only != "predicted":
+        arms = [EQUAL, *(arm for arm in REAL for _ in SHARES)]
+        lengths = [ROUNDS, *(rounds_of(arm, share) for arm in REAL for share in SHARES)]
+        jobs = [(a, n, seed) for seed in SEEDS for a, n in zip(arms, lengths, strict=True)]
+        runs = real(jobs)
+        shown = table(lambda *job: runs[job], REAL)
+        parts.append(f"## Real, three processes over Gloo\n\n{shown}")
+        dated_page.say(parts[-1])
+    if options.only is None:
+        about = (__doc__ or "").partition("page\n")[2].partition("\n\n")[2]
+        said = f"`python benchmarks/unequal_workers.py`, {dated_page.versions('torch')}."
+        settings = f"H = {EVERY}, `QSGD(4)`, AdamW at {RATE:g}, {len(SEEDS)} seeds, mean losses."
+        text = [dated_page.title("Unequal workers"), said, about.strip(), settings, *parts]
+        dated_page.write(dated_page.RESULTS, "unequal_workers", "\n\n".join(text))
 
 
 if __name__ == "__main__":

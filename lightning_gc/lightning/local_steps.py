@@ -39,6 +39,7 @@ from lightning_gc.local_steps.refusals import (
     check_rounds,
     check_unequal,
     refuse_communicating,
+    refuse_grace,
     refuse_in_trainer,
     refuse_settings,
 )
@@ -461,6 +462,7 @@ class LocalSteps(LocalHooks, RealWorker):
         refuse_unknown(type(self), compressor, given)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         self._configure_rounds(every, outer, delay, merge, fragments, show, state, unequal)
+        refuse_grace(owner, unequal)
         verification(verify, owner)
         self.verify = verify
         self._broadcast_each_batch: Callable[[], None] = _nothing

@@ -118,6 +118,16 @@ def check_unequal(owner: str, plan: RoundPlan, unequal: Unequal | None) -> None:
         )
 
 
+def refuse_grace(owner: str, unequal: Unequal | None) -> None:
+    """Raise ValueError for a grace window among processes, whose exchanges need all of them."""
+    if unequal is not None and unequal.grace is not None:
+        raise ValueError(
+            f"{owner}(unequal=Unequal(grace={unequal.grace!r})): an exchange between processes "
+            f"waits for all of them. Use grace=None with pace='measured', or "
+            f"SimulatedLocalStepsStrategy to study late workers."
+        )
+
+
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 """Names, since there are two packages, and versions that lack one."""
 

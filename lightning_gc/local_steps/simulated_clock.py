@@ -10,7 +10,8 @@ class SimulatedClock:
     """Predicts when each of W workers has made its steps, and when exchanges begin and end.
 
     A step of worker i takes ``1/speeds[i]`` seconds. An exchange begins when the last worker is
-    ready, or ``grace`` seconds after the first one. Without a delay workers wait for its end.
+    ready, or ``grace`` seconds after the first of those that were in time for the one before.
+    Without a delay workers wait for its end.
 
     Args:
         speeds: of each worker, in steps per second.
@@ -19,11 +20,13 @@ class SimulatedClock:
     Attributes:
         now: by worker, seconds since the beginning.
         ended: when the last exchange ended, in seconds.
+        late: by worker, whether the last exchange began without it.
     """
 
     def __init__(self, speeds: Sequence[float], grace: float | None) -> None:
         self.speeds, self._grace = tuple(speeds), grace
         self.now = [0.0] * len(self.speeds)
+        self.late = [False] * len(self.speeds)
         self.ended = 0.0
         self._closed, self._lasted = 0.0, math.inf
         self._closes: float | None = None  # when the exchange under way begins
@@ -44,9 +47,12 @@ class SimulatedClock:
         """
         if self._closes is None:
             grace = math.inf if self._grace is None or wait else self._grace
-            self._closes = min(max(self.now), min(self.now) + grace)
+            pairs = zip(self.now, self.late, strict=True)
+            first = min(ready for ready, late in pairs if not late)
+            self._closes = min(max(self.now), first + grace)
             self._lasted, self._closed = self._closes - self._closed, self._closes
-        return self.now[worker] > self._closes
+            self.late = [now > self._closes for now in self.now]
+        return self.late[worker]
 
     def arrive(self, seconds: float) -> None:
         """End the exchange, whose messages take so many seconds."""
@@ -87,10 +93,12 @@ class WorkersTime:
 
     def times(self) -> list[float]:
         clock = self._clock
-        return [*clock.now, clock.ended, clock._closed, min(clock._lasted, 1e30)]
+        late = map(float, clock.late)
+        return [*clock.now, *late, clock.ended, clock._closed, min(clock._lasted, 1e30)]
 
     def load(self, times: Sequence[float]) -> None:
         clock, workers = self._clock, len(self._clock.now)
-        if len(times) == workers + 3:
+        if len(times) == 2 * workers + 3:
             clock.now = list(times[:workers])
-            clock.ended, clock._closed, clock._lasted = times[workers:]
+            clock.late = [bool(each) for each in times[workers:-3]]
+            clock.ended, clock._closed, clock._lasted = times[-3:]

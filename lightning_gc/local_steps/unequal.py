@@ -46,6 +46,7 @@ class Unequal(Settings):
             counts a worker that comes later with w_i = 0. It takes over the new common weights and
             keeps its distance: ``θ_i ← θ_new + (θ_i − θ)``. So its next Δ_i contains these steps,
             and nothing is lost. Until it has caught up it makes fewer steps. None: wait for all.
+            Simulated workers only.
         median_clip: scale each tensor of Δ_i down to the median norm per step over workers, where
             its own is larger: ``a_i = min(1, h_i·median_j(‖Δ_j‖/h_j)/‖Δ_i‖)``. The median of an
             even number is the lower of the middle ones. A worker whose Δ_i is not finite

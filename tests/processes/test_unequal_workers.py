@@ -77,9 +77,10 @@ class Slow(Counting):
     """Worker 1 pretends that its steps take twice as long, by a clock that the test moves."""
 
     def on_train_start(self) -> None:
-        clock = self.trainer.strategy._rounds.share.clock
-        clock.now = lambda: float(len(self.seen)) * (1 + self.global_rank)
-        self.trainer.strategy._rounds.share.restart()
+        strategy: Any = self.trainer.strategy
+        share = strategy._rounds.share
+        share.clock.now = lambda: float(len(self.seen)) * (1 + self.global_rank)
+        share.restart()
 
 
 def measured(worker: int) -> int:
