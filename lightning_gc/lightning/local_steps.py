@@ -189,9 +189,9 @@ class LocalHooks(CompressedStrategy):
                 weights.forget()
                 self._begin_at_loaded()
             weights.hide()
+            warn_of_unlike_rates(self.lightning_module.trainer, self.lr_scheduler_configs)
             for rounds, paused in zip(self._all_rounds, self._paused, strict=False):
                 rounds.share.go_on(paused)
-            warn_of_unlike_rates(self.lightning_module.trainer, self.lr_scheduler_configs)
 
     def on_train_end(self) -> None:
         """End with common weights, or with worker 0's weights if a callback has loaded others.
