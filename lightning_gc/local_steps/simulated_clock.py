@@ -96,7 +96,7 @@ class WorkersTime:
         late = map(float, clock.late)
         return [*clock.now, *late, clock.ended, clock._closed, min(clock._lasted, 1e30)]
 
-    def load(self, times: Sequence[float]) -> None:
+    def resume(self, times: Sequence[float]) -> None:
         clock, workers = self._clock, len(self._clock.now)
         if len(times) == 2 * workers + 3:
             clock.now = list(times[:workers])

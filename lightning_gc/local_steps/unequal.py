@@ -134,7 +134,7 @@ class Clock(Protocol):
     def times(self) -> list[float]:
         """Return what a checkpoint keeps, equal on all workers."""
 
-    def load(self, times: Sequence[float]) -> None:
+    def resume(self, times: Sequence[float]) -> None:
         """Resume from ``times()``."""
 
 
@@ -168,7 +168,7 @@ class WallClock:
     def times(self) -> list[float]:
         return []
 
-    def load(self, times: Sequence[float]) -> None:
+    def resume(self, times: Sequence[float]) -> None:
         """Do nothing: time has gone on."""
 
 
@@ -433,7 +433,7 @@ class Share:
         if len(state["speeds"]) == self.workers:
             if self.settings.pace == "measured":
                 self.speeds = list(state["speeds"])
-            self.clock.load(state["times"])
+            self.clock.resume(state["times"])
         self._begin_timing()
 
     def load_own_state(self, state: Any) -> None:
