@@ -349,7 +349,7 @@ class Share:
         scales = shares * clip
         if self._radial:
             norms = gathered[:, _OWN:].double().clamp(min=1e-12)
-            averaged = torch.tensor(plain, device=gathered.device)
+            averaged = torch.tensor(plain, dtype=torch.bool, device=gathered.device)
             scales = torch.where(averaged, scales, shares / norms)
         return torch.where(shares > 0, scales, 0.0)
 
