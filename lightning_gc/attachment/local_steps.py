@@ -46,11 +46,14 @@ from lightning_gc.local_steps.local_rounds import (
 from lightning_gc.local_steps.refusals import (
     OwnSteps,
     check_rounds,
+    check_unequal,
+    refuse_grace,
     refuse_optimizers,
     refuse_settings,
     refuse_synchronised_norms,
 )
-from lightning_gc.local_steps.round_plan import RoundPlan
+from lightning_gc.local_steps.round_plan import Outer, RoundPlan
+from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 
@@ -99,6 +102,7 @@ class AttachedRounds(Attached):
         setup: as for ``Attached``.
         plan: when what is exchanged.
         outer: the step of the common weights.
+        unequal: how unequal workers share a round, or None.
         keep: takes the rounds of this process, before the control loop sets H.
         meet: connects this worker to the others.
 
@@ -113,7 +117,8 @@ class AttachedRounds(Attached):
         module: nn.Module,
         setup: Setup,
         plan: RoundPlan,
-        outer: OuterSGD,
+        outer: Outer,
+        unequal: Unequal | None,
         keep: Callable[[Sequence[LocalRounds]], None],
         meet: Meet = among_ranks,
     ) -> None:
@@ -123,18 +128,21 @@ class AttachedRounds(Attached):
         agreed = {
             "plan": repr(plan),
             "outer": repr(outer),
+            "unequal": repr(unequal),
             "names and shapes of parameters and buffers": digest_of(layout),
         }
         meeting = meet(setup, setup.agreed | agreed)
+        if unequal is not None:
+            unequal.check_workers(plan.owner, setup.workers.first.workers)
         self._keep, self._meeting, self._outer, self._plan = keep, meeting, outer, plan
+        self._unequal = unequal
         super().__init__(module, setup, meeting.peers, meeting.exchange)
 
     def _start(self) -> None:
         self._meeting.begin(self._module)
         workers, exchange = self._workers, self._meeting.exchange
-        self.rounds = LocalRounds(
-            *(self._module, workers.names, workers.first, exchange, self._plan, self._outer)
-        )
+        parts = (self._module, workers.names, workers.first, exchange, self._plan, self._outer)
+        self.rounds = LocalRounds(*parts, unequal=self._unequal)
         self._keep([self.rounds])
         super()._start()
 
@@ -183,6 +191,8 @@ class LocalSteps(AttachedRounds):
         delay: steps of overlap.
         merge: with a delay, how the result is taken over.
         fragments: parts in which parameters are exchanged, one after the other.
+        unequal: how workers that differ share a round, with ``pace="equal"``: the loop makes every
+            step. ``weigh="tokens"`` is refused, as the batches are not seen.
         scaler: of fp16 training. A step that it skips counts as a step, so workers agree on the
             rounds.
         seed: of the compressor's private random numbers.
@@ -222,10 +232,11 @@ class LocalSteps(AttachedRounds):
         controller: Controller | None = None,
         *,
         every: int | GrowingRounds = 32,
-        outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
+        outer: Outer = OuterSGD(),  # noqa: B008 - frozen
         delay: int = 0,
         merge: Literal["rebase", "mix"] = "rebase",
         fragments: int = 1,
+        unequal: Unequal | None = None,
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
         timeout: timedelta | None = None,
@@ -241,6 +252,9 @@ class LocalSteps(AttachedRounds):
         refuse_settings(owner, *parts, controller, outer)
         plan = RoundPlan.of(owner, every, fragments, delay, merge)
         check_rounds(owner, plan, controller)
+        check_unequal(owner, plan, unequal)
+        refuse_grace(owner, unequal)
+        _refuse_pace(owner, unequal)
         verification(verify, owner)
         _refuse_model(owner, model)
         refuse_synchronised_norms(owner, model)
@@ -263,7 +277,7 @@ class LocalSteps(AttachedRounds):
         more_workers = "start more processes, or leave LocalSteps out"
         settings = scaler, timeout, verify, more_workers
         setup = Setup(owner, workers, controller, lambda: optimizers, device, *settings)
-        super().__init__(model, setup, plan, outer, self._keep_rounds)
+        super().__init__(model, setup, plan, outer, unequal, self._keep_rounds)
         self._own_steps.begin(self._optimizer)
         if scaler is not None:
             self._count_attempts(scaler)
@@ -414,6 +428,20 @@ def _refuse_unknown(owner: str, given: Mapping[str, Any]) -> None:
     for name in given:
         known = LocalSteps.__init__.__kwdefaults__ or {}
         raise ValueError(f"{owner}({name}=...): unknown argument{did_you_mean(name, known)}.")
+
+
+def _refuse_pace(owner: str, unequal: Unequal | None) -> None:
+    """Raise ValueError for what needs a loop that skips steps, or shows its batches."""
+    if unequal is not None and unequal.pace != "equal":
+        raise ValueError(
+            f"{owner}(unequal=Unequal(pace={unequal.pace!r})): the loop makes every step, so none "
+            f"can be skipped; use pace='equal', or LocalStepsStrategy."
+        )
+    if unequal is not None and unequal.weigh == "tokens":
+        raise ValueError(
+            f"{owner}(unequal=Unequal(weigh='tokens')): the loop's batches are not seen; use "
+            f"weigh='equal', or LocalStepsStrategy."
+        )
 
 
 def _refuse_model(owner: str, model: Any) -> None:

@@ -287,6 +287,8 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass, at weights moved ahead if the memory has ``lookahead``."""
+        if self._rests():
+            return torch.full((), torch.nan, device=self.root_device)
         if self._lookahead is None:
             return super().training_step(*args, **kwargs)
         engine = self._active_engine()
@@ -322,6 +324,10 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         if self._lookahead is not None:
             self._lookahead.put_back()
         super().teardown()
+
+    def _rests(self) -> bool:
+        """Return whether the worker whose batch is running skips it."""
+        return False
 
     def _active_engine(self) -> Engine:
         """Return the engine of the worker whose batch is running."""

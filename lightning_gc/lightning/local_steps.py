@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from lightning_gc.attachment.attached import Setup
 from lightning_gc.attachment.local_steps import AttachedRounds, Meeting, among_ranks
@@ -26,7 +27,7 @@ from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
-from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD
+from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD, Unequal
 from lightning_gc.local_steps.elastic import Elastic, ElasticExchange, ElasticState
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
@@ -38,13 +39,15 @@ from lightning_gc.local_steps.local_rounds import (
 from lightning_gc.local_steps.refusals import (
     OwnSteps,
     check_rounds,
+    check_unequal,
     refuse_elastic,
+    refuse_grace,
     refuse_in_trainer,
     refuse_optimizers,
     refuse_settings,
 )
 from lightning_gc.local_steps.roll import Roll
-from lightning_gc.local_steps.round_plan import RoundPlan
+from lightning_gc.local_steps.round_plan import Outer, RoundPlan
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 
@@ -55,6 +58,7 @@ class LocalHooks(CompressedStrategy):
     Attributes:
         plan: when what is exchanged.
         outer: the step of the common weights.
+        unequal: how unequal workers share a round, or None.
     """
 
     _all_rounds: Sequence[LocalRounds] = ()
@@ -63,17 +67,19 @@ class LocalHooks(CompressedStrategy):
     _first: FirstCallback | None = None
     _own_steps: OwnSteps
     _exchanges_rounds = True
+    _paused: Sequence[float] = ()
 
     def _configure_rounds(
         self,
         every: int | GrowingRounds,
-        outer: OuterSGD,
+        outer: Outer,
         delay: int,
         merge: Literal["rebase", "mix"],
         fragments: int,
         show: Literal["common", "local"],
         state: str,
         moments: InnerMoments | None,
+        unequal: Unequal | None,
     ) -> None:
         owner = type(self).__name__
         refuse_settings(owner, self.compressor, self.memory, self.controller, outer)
@@ -81,7 +87,8 @@ class LocalHooks(CompressedStrategy):
             raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
         self.plan = RoundPlan.of(owner, every, fragments, delay, merge, moments)
         check_rounds(owner, self.plan, self.controller)
-        self.outer, self.show = outer, show
+        check_unequal(owner, self.plan, unequal)
+        self.outer, self.show, self.unequal = outer, show, unequal
         self._keeps_mean = state == "mean"
         self.local_workers.exchanged = "weights"
 
@@ -103,8 +110,38 @@ class LocalHooks(CompressedStrategy):
         super().setup_optimizers(trainer)
         refuse_optimizers(type(self).__name__, self.optimizers)
 
-    def _own_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _active_rounds(self) -> LocalRounds:
+        """Return the rounds of the worker whose batch is running."""
+        return self._all_rounds[0]
+
+    def _rests(self) -> bool:
+        return bool(self._all_rounds) and self._active_rounds().rests
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass, and count the batch's tokens if rounds are weighted by them."""
+        output = super().training_step(*args, **kwargs)
+        if self.unequal is not None and self.unequal.weigh == "tokens" and not self._rests():
+            self._active_rounds().share.count(tokens_of(self.lightning_module, args[0]))
+        return output
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self._rests():
+            loss: torch.Tensor = super().backward(closure_loss, *args, **kwargs)
+            return loss
+        self._rested()
+        return closure_loss
+
+    def _rested(self) -> None:
+        """Note that a worker has skipped a batch."""
+
+    def _own_step(
+        self, rounds: LocalRounds, optimizer: Any, closure: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Make a worker's own step; refuse an optimizer whose first one needs other workers."""
+        if rounds.rests:
+            closure()  # skips its batch, and tells Lightning that it has run
+            return None
+        args = (closure, *args)
         if self._own_steps.begun:
             return super().optimizer_step(optimizer, *args, **kwargs)
         with self._own_steps.heard(optimizer):
@@ -127,6 +164,7 @@ class LocalHooks(CompressedStrategy):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self._paused = [each.share.pause() for each in self._all_rounds]
         self._show_common()  # if the first callback has not, as in a search for a learning rate
 
     def _show_common(self) -> None:
@@ -143,6 +181,8 @@ class LocalHooks(CompressedStrategy):
                 self._begin_at_loaded()
             weights.hide()
             warn_of_unlike_rates(self.lightning_module.trainer, self.lr_scheduler_configs)
+            for rounds, paused in zip(self._all_rounds, self._paused, strict=False):
+                rounds.share.go_on(paused)
 
     def on_train_end(self) -> None:
         """End with common weights, or with worker 0's weights if a callback has loaded others.
@@ -239,6 +279,23 @@ class LocalHooks(CompressedStrategy):
         """No check: a memory's momentum acts per round, an optimizer's per step."""
 
 
+def tokens_of(module: Any, batch: Any) -> int:
+    """Return a batch's tokens as ``module.tokens`` counts them; else its first tensor's elements.
+
+    Raises:
+        ValueError: a batch without a tensor.
+    """
+    if callable(count := getattr(module, "tokens", None)):
+        return int(count(batch))
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            return leaf.numel()
+    raise ValueError(
+        f"Unequal(weigh='tokens'): a batch of type {type(batch).__name__} has no tensor. Define "
+        f"tokens(self, batch) in {type(module).__name__}, which returns its number of tokens."
+    )
+
+
 def warn_of_few_rounds(compressor: Compressor, steps: int | None, every: int) -> None:
     """Warn if a sparsifier has so few rounds that it does not send most elements even once."""
     knob = compressor.knob
@@ -301,6 +358,7 @@ class LocalSteps(LocalHooks, RealWorker):
             last round of a fit is shorter. ``GrowingRounds(alpha)``: H grows as the learning rate
             falls.
         outer: the step of the common weights; the default averages the workers' weights.
+            ``RadialDirectional`` averages norms and directions separately.
         delay: steps of overlap, fewer than between two exchanges. 0: workers wait. Else training
             goes on during the exchange, and its result is taken over so many steps later.
         merge: with a delay, how. ``"rebase"``: the new common weights, plus how far the worker has
@@ -308,6 +366,8 @@ class LocalSteps(LocalHooks, RealWorker):
         fragments: P. Parameters are exchanged in so many parts, one after the other, each every H
             steps: smaller messages, more evenly spread.
         show: ``"common"``: validation and test see the common weights. ``"local"``: worker i's own.
+        unequal: how workers that differ in speed, data or health share a round; None: all make H
+            steps and count equally.
         seed: of the compressor's private random numbers, equal on all workers.
         state: in checkpoints. ``"full"``: every worker's weights, optimizers and errors, in its own
             file in the folder ``lightning_gc_state`` beside the checkpoint; runs resume bit for
@@ -369,11 +429,12 @@ class LocalSteps(LocalHooks, RealWorker):
         scheme: Scheme | str | None = None,
         controller: Controller | None = None,
         every: int | GrowingRounds = 32,
-        outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
+        outer: Outer = OuterSGD(),  # noqa: B008 - frozen
         delay: int = 0,
         merge: Literal["rebase", "mix"] = "rebase",
         fragments: int = 1,
         show: Literal["common", "local"] = "common",
+        unequal: Unequal | None = None,
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
@@ -388,12 +449,15 @@ class LocalSteps(LocalHooks, RealWorker):
         refuse_wrapper_arguments(owner, given)
         refuse_unknown(type(self), compressor, given)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        self._configure_rounds(every, outer, delay, merge, fragments, show, state, moments)
+        rounds = every, outer, delay, merge, fragments, show, state, moments, unequal
+        self._configure_rounds(*rounds)
+        refuse_grace(owner, unequal)
         verification(verify, owner)
         self.verify = verify
         if elastic is not None:
             configuration = self.local_workers.configuration
-            refuse_elastic(owner, elastic, self.plan, controller, configuration, verify)
+            parts = (controller, configuration, verify, outer, unequal)
+            refuse_elastic(owner, elastic, self.plan, *parts)
         self.elastic = elastic
         self._exchange: ElasticExchange | None = None
         self._wanted: int | None = None
@@ -406,7 +470,7 @@ class LocalSteps(LocalHooks, RealWorker):
         trainer = self.lightning_module.trainer
         refuse_in_trainer(type(self).__name__, trainer, module)
         meet = among_ranks if self.elastic is None else self._meet
-        parts = (self.plan, self.outer, self._keep, meet)
+        parts = (self.plan, self.outer, self.unequal, self._keep, meet)
         self._attach(lambda setup: AttachedRounds(module, setup, *parts))
         rounds, elastic = self._all_rounds[0], self.elastic
         self._broadcast_each_batch = broadcast_only(
@@ -478,7 +542,8 @@ class LocalSteps(LocalHooks, RealWorker):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make this worker's own step; exchange if a round is over, or the run."""
-        output = self._own_step(*args, **kwargs)
+        assert self._rounds is not None
+        output = self._own_step(self._rounds, *args, **kwargs)
         with self._stopping_with_peers():
             self._handle.stepped(self._ends())
         return output

@@ -3,3 +3,5 @@
 from lightning_gc.local_steps.inner_moments import InnerMoments as InnerMoments
 from lightning_gc.local_steps.round_plan import GrowingRounds as GrowingRounds
 from lightning_gc.local_steps.round_plan import OuterSGD as OuterSGD
+from lightning_gc.local_steps.round_plan import RadialDirectional as RadialDirectional
+from lightning_gc.local_steps.unequal import Unequal as Unequal

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gc.core import Flow, Gather, Mean, Reply, Request
 from lightning_gc.core.digest import digest
-from lightning_gc.local_steps.round_plan import OuterSGD
+from lightning_gc.local_steps.round_plan import Outer
 
 
 class Fragment:
@@ -31,7 +31,7 @@ class Fragment:
         shapes: parameter name -> shape.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], outer: OuterSGD) -> None:
+    def __init__(self, params: Mapping[str, Tensor], outer: Outer) -> None:
         self.params = dict(params)
         self.outer = outer
         self.shapes = {name: tuple(param.shape) for name, param in self.params.items()}
@@ -89,7 +89,7 @@ class Fragment:
         return torch.cat([each.reshape(-1).to(self.anchor) for each in found])
 
 
-def in_fragments(params: Mapping[str, Tensor], number: int, outer: OuterSGD) -> list[Fragment]:
+def in_fragments(params: Mapping[str, Tensor], number: int, outer: Outer) -> list[Fragment]:
     """Share parameters out, in their order, in so many fragments of about equal size.
 
     Raises:
@@ -135,7 +135,7 @@ class CommonWeights:
         buffers: Callable[[], Mapping[str, Tensor]],
         untrained: Callable[[], Mapping[str, Tensor]],
         number: int,
-        outer: OuterSGD,
+        outer: Outer,
     ) -> None:
         self._module = module
         self.fragments = in_fragments(params, number, outer)
@@ -318,8 +318,10 @@ class CommonBuffers:
             for name, each in self._layout.items()
         ]
 
-    def exchange(self, arriving: dict[str, Tensor]) -> tuple[Flow, Tensor]:
+    def exchange(self, arriving: dict[str, Tensor], late: bool = False) -> tuple[Flow, Tensor]:
         """Return the flow that puts the buffers that are to be common into ``arriving``, by name.
+
+        ``late``: this worker keeps its differences for the next exchange, and sends 0 for them.
 
         And what it sends, float32 or the widest type of any buffer, which it may change: ``common −
         live`` of all buffers, exactly 0 where these are equal, then 1 for each parameter that is
@@ -340,6 +342,7 @@ class CommonBuffers:
         device = next(iter([*own, *still.values()]), torch.empty(0, device="cpu")).device
         flags = [float(name in changed) for name in names]
         sent = torch.cat([*gaps, torch.tensor(flags, dtype=wide, device=device)])
+        sent = torch.zeros_like(sent) if late else sent
         # Those that have not changed here are needed only if they have elsewhere: not copied.
         values = {
             name: still[name].data
@@ -374,10 +377,16 @@ class CommonBuffers:
             for name, piece in zip(new, mean.split([values[n].numel() for n in new]), strict=True):
                 arriving[name] = piece.view(values[name].shape).to(values[name].dtype).clone()
 
-    def step(self, arrived: Mapping[str, Tensor]) -> None:
-        """Take what has arrived for the common buffers, and let this worker go on with them."""
+    def step(self, arrived: Mapping[str, Tensor], *, rebase: bool = False) -> None:
+        """Take what has arrived for the common buffers, and let this worker go on with them.
+
+        ``rebase``: it keeps its difference to the common ones.
+        """
+        before = {name: self.common[name] for name in self.live}
+        own = {name: live.clone() for name, live in self.live.items()} if rebase else {}
         self.common.update(arrived)
         self.put(self.common)
+        self.put({n: self.common[n] + (each - before[n]) for n, each in own.items()})
 
     def begin(self, buffers: Mapping[str, Tensor]) -> None:
         """Take copies of these for the common buffers; all workers are equal now."""

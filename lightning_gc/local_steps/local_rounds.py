@@ -32,13 +32,15 @@ from lightning_gc.core.state_structure import ERRORS, FLOATS
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import explaining
 from lightning_gc.exchange.workers import Shapes, Workers, plain_name
-from lightning_gc.local_steps import OuterSGD
 from lightning_gc.local_steps.common_weights import CommonWeights, Fragment, mean_of
 from lightning_gc.local_steps.inner_moments import Moments
-from lightning_gc.local_steps.round_plan import MIXED, RoundPlan
+from lightning_gc.local_steps.round_plan import MIXED, Outer, RoundPlan
+from lightning_gc.local_steps.unequal import Clock, Share, Unequal, WallClock
 
 ROUNDS, MODULE = "local_steps", "module"
 """Names in checkpoints: of the state of rounds, and of a module that nothing else saves."""
+EQUAL = Unequal(pace="equal", weigh="equal")
+"""All workers make all steps, and count alike."""
 LOST_IN_A_ROW = 10
 """Exchanges that may be lost one after the other before the run stops."""
 
@@ -88,6 +90,8 @@ class Flight:
         rate: the learning rate, ``(1,)`` float64, with the last fragment of a growing round: the
             mean over workers, once it has arrived. Else empty.
         moments: of the optimizers, if they are due; the means, once they have arrived.
+        gathered: what unequal workers have agreed on before, if anything.
+        astray: the exchange has left this worker out.
     """
 
     index: int
@@ -100,6 +104,8 @@ class Flight:
     drift: Tensor | None = None
     rate: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64, device="cpu"))
     moments: Moments | None = None
+    gathered: Tensor | None = None
+    astray: bool = False
 
 
 class LocalRounds:
@@ -113,9 +119,12 @@ class LocalRounds:
         plan: when, and in how many fragments.
         outer: the step that is made with the mean.
         present: the module holds this worker's weights within it, and whenever a method is called.
+        unequal: how workers that differ share a round; None: they are equal.
+        clock: this worker's; None: the real time.
 
     Attributes:
         weights: the common ones.
+        share: this worker's in the rounds.
         position: steps of the round that are done.
         chosen: H as a controller has set it; None: the plan's.
         length: H of this round; of growing ones ``plan.every`` until it is known.
@@ -144,8 +153,10 @@ class LocalRounds:
         engine: Engine,
         exchanger: Exchanger,
         plan: RoundPlan,
-        outer: OuterSGD,
+        outer: Outer,
         present: Callable[[], AbstractContextManager[None]] = nullcontext,
+        unequal: Unequal | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.present = present
         self._engine, self._exchanger, self.plan = engine, exchanger, plan
@@ -158,6 +169,15 @@ class LocalRounds:
             return {plain_name(n): p for n, p in module.named_parameters() if p not in names}
 
         self.weights = CommonWeights(module, params, buffers, untrained, plan.fragments, outer)
+        self.share = Share(
+            EQUAL if unequal is None else unequal,
+            outer,
+            plan.fragments,
+            engine.worker,
+            engine.workers,
+            embeddings(module, names),
+            clock or WallClock(next(iter(names)).device),
+        )
         self.position = 0
         self.length = plan.every
         self.chosen: int | None = None
@@ -174,6 +194,11 @@ class LocalRounds:
     def is_due(self) -> bool:
         """Whether something is exchanged after the next step."""
         return bool(self.plan.due(self.position + 1, self.length))
+
+    @property
+    def rests(self) -> bool:
+        """Whether this worker, being slow, skips the next step."""
+        return self.share.rests(self.position, self.length)
 
     @property
     def apart(self) -> bool:
@@ -200,6 +225,7 @@ class LocalRounds:
     def restart(self) -> None:
         """Forget place in the round, outer momentum and what is under way."""
         self.flight, self.rate = None, None
+        self.share.restart()
         self.position, self.length, self.waited = 0, self.every, 0
         self.since = [0] * len(self.since)
         for each in self.weights.fragments:
@@ -240,6 +266,10 @@ class LocalRounds:
             False if an exchange was lost, since some worker's weights were not finite: then all
             are back at the common weights.
         """
+        if not self.rests:
+            self.share.stepped()
+        if ends or self.is_due:
+            yield  # simulated workers all make the step before the first one sends
         self.position += 1
         self.waited += 1
         self.since = [steps + 1 for steps in self.since]
@@ -263,12 +293,14 @@ class LocalRounds:
         """Exchange everything now and wait for it, so that all weights are common."""
         finite = (yield from self._land()) if self.flight is not None else True
         for index in range(self.plan.fragments):
-            self._send(index, 0)
+            self._send(index, 0, wait=True)
             finite = (yield from self._land()) and finite
         self.position, self.length = 0, self.every
         return finite
 
-    def _send(self, index: int, delay: int, rate: float | None = None) -> None:
+    def _send(
+        self, index: int, delay: int, rate: float | None = None, *, wait: bool = False
+    ) -> None:
         """Begin the exchange of a fragment; with the last one, exchange the learning rate too."""
         engine, fragment = self._engine, self.weights.fragments[index]
         steps = min(self.since)  # since any exchange
@@ -276,16 +308,24 @@ class LocalRounds:
         engine.tally.local_bytes += steps * self._step_bytes
         distance = fragment.distance()
         drift = torch.linalg.vector_norm(distance) if engine.statistics.norms_wanted else None
-        sent = fragment.weights() if delay else None
-        arriving = [self._exchanger.submit(distance, fragment.shapes)]
+        self.share.depart(wait=wait)
+        sent = fragment.weights() if delay else fragment.start() if self.share.late else None
+        arriving, gathered = [], None
+        if self.share.agrees:
+            # Scales the distance in place, so no exchanger that repeats a round may call it again.
+            own = self.share.contribute(index, distance, fragment.shapes)
+            gathered = own[1]
+            arriving.append(self._exchanger.run(lambda: own, gathered))
+        arriving.append(self._exchanger.submit(distance, fragment.shapes))
         buffers: dict[str, Tensor] = {}
         if index == len(self.since) - 1:
-            first = [self.weights.buffers.exchange(buffers)]
+            late = self.share.late
+            first = [self.weights.buffers.exchange(buffers, late)]
             moved = first[0][1]
             if moved.numel():
 
                 def again() -> tuple[Flow, Tensor]:
-                    return first.pop() if first else self.weights.buffers.exchange(buffers)
+                    return first.pop() if first else self.weights.buffers.exchange(buffers, late)
 
                 arriving.append(self._exchanger.run(again, moved))
         rates = []
@@ -303,10 +343,11 @@ class LocalRounds:
         if moments is not None:
             flat = moments.flat
             arriving.append(self._exchanger.run(lambda: (mean_of(flat), flat), flat))
-        since, self.since[index] = self.since[index], 0
-        self.flight = Flight(
-            index, distance, buffers, delay, since, sent, arriving, drift, mean_rate, moments
-        )
+        since = self.since[index]
+        if not self.share.late:
+            self.since[index] = 0
+        parts = (buffers, delay, since, sent, arriving, drift, mean_rate, moments, gathered)
+        self.flight = Flight(index, distance, *parts)
 
     def _moments(self) -> Moments | None:
         """Return the optimizers' moments that are averaged with this round, if any."""
@@ -321,12 +362,19 @@ class LocalRounds:
         flight = self.flight
         if flight is None or not flight.arriving:
             return
+        waiting = self.share.pause()
         self._exchanger.end_round([each.anchor for each in self.weights.fragments])
         if self.flight is None:  # the worker came too late, and has begun again elsewhere
             return
         for future in flight.arriving:
             future.wait()
         self._exchanger.check()
+        self.share.clock.land()
+        self.share.go_on(waiting)
+        if flight.gathered is not None:
+            shapes = self.weights.fragments[flight.index].shapes
+            self.share.arrived(flight.index, flight.mean, shapes, flight.gathered)
+            flight.astray = self.share.astray(flight.gathered)
         flight.arriving = []
         self.waited = 0
 
@@ -348,18 +396,25 @@ class LocalRounds:
             self.weights.go_back()
         self._exchanger.landed()
         self._count_lost(0 if finite else flight.steps + self.since[flight.index])
-        return finite
+        if flight.astray and finite:
+            warnings.warn(
+                f"The weights of worker {self._engine.worker} were not finite at round "
+                f"{self._engine.step}. The others left it out, and it begins again at the common "
+                f"weights. Its {flight.steps} steps are lost.",
+                stacklevel=2,
+            )
+        return finite and not flight.astray
 
     def _take_over(self, flight: Flight, fragment: Fragment) -> None:
         before = None if flight.drift is None else fragment.anchor.clone()
         fragment.step(flight.mean)
         if flight.buffers:
-            self.weights.buffers.step(flight.buffers)
+            self.weights.buffers.step(flight.buffers, rebase=self.share.late)
         if flight.moments is not None:
             flight.moments.take_over()
-        if flight.sent is None:
+        if flight.sent is None or flight.astray:
             fragment.put(fragment.anchor)
-        elif self.plan.merge == "rebase":
+        elif self.plan.merge == "rebase" or self.share.late:
             fragment.put(fragment.anchor + (fragment.weights() - flight.sent))
         else:
             fragment.put(MIXED * fragment.weights() + (1 - MIXED) * fragment.anchor)
@@ -368,6 +423,7 @@ class LocalRounds:
             self.figures = {"drift": float(flight.drift), "outer_step": float(outer)}
             self.figures["rounds"] = self._engine.step
             self.figures["round_steps"] = flight.steps
+            self.figures |= self.share.figures
 
     def _count_lost(self, steps: int) -> None:
         """Warn of an exchange that was lost, with its number of steps; stop after too many."""
@@ -386,6 +442,12 @@ class LocalRounds:
             )
         if self._engine.worker == 0:
             warnings.warn(sentence, stacklevel=2)
+
+
+def embeddings(module: nn.Module, names: Mapping[Tensor, str]) -> set[str]:
+    """Return the names of trained parameters that embeddings look up, tied ones too."""
+    tables = (each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
+    return {names[each.weight] for each in tables if each.weight in names}
 
 
 def finished(waits: Waits) -> bool:
@@ -434,6 +496,7 @@ class CommonState:
                     }
                 )
             ),
+            "share": Share.common_structure,
         },
     )
 
@@ -463,6 +526,7 @@ class CommonState:
                 for name in ("index", "left", "steps", "mean", "buffers", "rate")
             },
             "parameters": weights.buffers.taken,
+            "share": rounds.share.common_state(),
         }
 
     def load_common_state(self, state: Any) -> None:
@@ -485,6 +549,8 @@ class CommonState:
             each.anchor = each.flat(state["anchor"], each.anchor)
             if each.velocity is not None:
                 each.velocity = each.flat(state["velocity"], torch.zeros_like(each.velocity))
+        if "share" in state:
+            rounds.share.load_common_state(state["share"])
         if len(state["since"]) == len(rounds.since):  # else the fit has other fragments
             if rounds.plan.growing is not None:
                 rounds.rate = state["rate"]
@@ -524,7 +590,7 @@ class OwnState:
 
     structure = Record(
         {"weights": Each(FLOATS), "buffers": Each(FLOATS), "sent": Each(FLOATS)},
-        {"optimizers": Each(ANYTHING), "scaler": ANYTHING},
+        {"optimizers": Each(ANYTHING), "scaler": ANYTHING, "share": Share.own_structure},
     )
 
     def __init__(
@@ -551,6 +617,7 @@ class OwnState:
             "sent": sent,
             "optimizers": {str(index): each for index, each in enumerate(optimizers)},
             "scaler": {} if scaler is None else scaler.state_dict(),
+            "share": self._rounds.share.own_state(),
         }
 
     def over_workers(self, state: Any, mean: Callable[[Tensor], Tensor]) -> Tree:
@@ -579,6 +646,8 @@ class OwnState:
             flight.sent = fragment.flat(own["sent"], flight.sent)
         if same:
             self.take(states[0])
+            if "share" in states[0]:
+                self._rounds.share.load_own_state(states[0]["share"])
 
     def take(self, state: Any) -> None:
         """Take the loss scaler of a worker's state, and its optimizers for ``load_optimizers``."""

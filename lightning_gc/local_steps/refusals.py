@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange.workers import Configuration
-from lightning_gc.local_steps.round_plan import OuterSGD, RoundPlan
+from lightning_gc.local_steps.round_plan import Outer, RadialDirectional, RoundPlan
+from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.memories import Memory
 
 
@@ -23,7 +24,7 @@ def refuse_settings(
     compressor: Compressor,
     memory: Memory,
     controller: Controller | None,
-    outer: OuterSGD,
+    outer: Outer,
 ) -> None:
     """Raise ValueError for settings that need gradients: exchanged are differences of weights.
 
@@ -61,6 +62,12 @@ def refuse_settings(
                 f"{owner}(memory={memory!r}, outer={outer!r}): the memory has the outer momentum; "
                 f"use outer=OuterSGD(lr={outer.lr!r}), or memory=ErrorFeedback()."
             ) from None
+    if isinstance(outer, RadialDirectional) and compressor.traits.kind == "sparsifier":
+        raise ValueError(
+            f"{owner}({compressor!r}, outer={outer!r}): the mean of a few elements would be "
+            f"stretched to the length of all; use a quantiser, such as QSGD(4), or "
+            f"outer=OuterSGD()."
+        )
     if controller is not None and (controller.needs.errors or controller.needs.scale):
         raise ValueError(
             f"{owner}(controller={controller!r}): it computes with gradients and learning rates, "
@@ -93,6 +100,8 @@ def refuse_elastic(
     controller: Controller | None,
     configuration: Configuration,
     verify: Any,
+    outer: Outer,
+    unequal: Unequal | None,
 ) -> None:
     """Raise ValueError for settings that rounds of changing members cannot obey.
 
@@ -103,6 +112,8 @@ def refuse_elastic(
         controller: of levels, or None.
         configuration: of the exchange.
         verify: what workers compare.
+        outer: the outer step.
+        unequal: how unequal workers share rounds, or None.
     """
     if plan.delay or plan.fragments > 1:
         raise ValueError(
@@ -114,6 +125,16 @@ def refuse_elastic(
         raise ValueError(
             f"{owner}(elastic={elastic!r}, moments={plan.moments!r}): a worker that joins begins "
             f"without moments; leave moments out."
+        )
+    if unequal is not None:
+        raise ValueError(
+            f"{owner}(elastic={elastic!r}, unequal={unequal!r}): an elastic round that is repeated "
+            f"would scale distances twice; leave unequal out."
+        )
+    if isinstance(outer, RadialDirectional):
+        raise ValueError(
+            f"{owner}(elastic={elastic!r}, outer={outer!r}): an elastic round that is repeated "
+            f"would scale distances twice; use outer={outer.sgd!r}."
         )
     if controller is not None:
         raise ValueError(
@@ -129,6 +150,47 @@ def refuse_elastic(
         raise ValueError(
             f"{owner}(elastic={elastic!r}, scheme={configuration.scheme!r}): its nodes need a "
             f"fixed number of workers; use AllGather() or TwoShot()."
+        )
+
+
+def check_unequal(owner: str, plan: RoundPlan, unequal: Unequal | None) -> None:
+    """Raise ValueError for a way to share rounds that the plan cannot have.
+
+    Args:
+        owner: the strategy, for the sentence.
+        plan: of the rounds.
+        unequal: how unequal workers share them, or None.
+    """
+    if unequal is None:
+        return
+    if not isinstance(unequal, Unequal):
+        raise ValueError(f"{owner}(unequal={unequal!r}): give an instance, such as Unequal().")
+    if unequal.grace is not None and plan.delay:
+        raise ValueError(
+            f"{owner}(delay={plan.delay}, unequal=Unequal(grace={unequal.grace!r})): a late "
+            f"worker takes a result over when it comes, and the others after {plan.delay} steps; "
+            f"use delay=0, or grace=None."
+        )
+    if unequal.grace is not None and plan.fragments > 1:
+        raise ValueError(
+            f"{owner}(fragments={plan.fragments}, unequal=Unequal(grace={unequal.grace!r})): a "
+            f"late worker would miss only some of its parameters; use fragments=1, or grace=None."
+        )
+    if unequal.grace is not None and plan.moments is not None:
+        raise ValueError(
+            f"{owner}(moments={plan.moments!r}, unequal=Unequal(grace={unequal.grace!r})): a late "
+            f"worker's moments would count though its steps do not; use moments=None, or "
+            f"grace=None."
+        )
+
+
+def refuse_grace(owner: str, unequal: Unequal | None) -> None:
+    """Raise ValueError for a grace window among processes, whose exchanges need all of them."""
+    if unequal is not None and unequal.grace is not None:
+        raise ValueError(
+            f"{owner}(unequal=Unequal(grace={unequal.grace!r})): an exchange between processes "
+            f"waits for all of them. Use grace=None with pace='measured', or "
+            f"SimulatedLocalStepsStrategy to study late workers."
         )
 
 

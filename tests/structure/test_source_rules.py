@@ -35,7 +35,8 @@ EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
 CompressedDDPStrategy CompressedFSDPStrategy CompressedFabricStrategy CompressedHSDPStrategy
 CompressionMonitor Elastic GrowingRounds InnerMoments LocalSteps LocalStepsStrategy NetworkModel
-OuterSGD Roll SimulatedDDPStrategy SimulatedLocalStepsStrategy Together WeightDifferences
+OuterSGD RadialDirectional Roll SimulatedDDPStrategy SimulatedLocalStepsStrategy Together Unequal
+WeightDifferences
 advise attach
 Induced PerParameter Quantised SizeSwitch
 CSER DIANA EF21 ErrorFeedback ErrorReset GlobalMomentum LocalMomentum MomentumCorrection

@@ -19,11 +19,14 @@ from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps import LocalHooks
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
-from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD
+from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD, Unequal
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_elastic, refuse_in_trainer
 from lightning_gc.local_steps.roll import Entrance, Roll, Round
+from lightning_gc.local_steps.round_plan import Outer
+from lightning_gc.local_steps.simulated_clock import SimulatedClock
 from lightning_gc.local_steps.snapshot import digest_in_words, load_snapshot, snapshot_of
+from lightning_gc.local_steps.unequal import check_speeds
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.network_model import NetworkModel
@@ -56,12 +59,16 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         merge: with a delay, how the result is taken over.
         fragments: P.
         show: what validation and test see.
-        workers: W, the number of simulated workers. Leave it out with ``roll``.
+        unequal: how unequal workers share a round. Not with ``roll``.
+        workers: W, the number of simulated workers. Leave it out with ``roll`` or ``speeds``.
         roll: of an elastic run, or its file. The run is replayed: in each round its members take
             part, others come in and leave as they did. The weights have the same bits where
             payloads are gathered and a batch depends on ``strategy.number`` and ``global_step``
             only. Each number of the roll has a micro-batch in every step; those of workers that
             are not there change nothing.
+        speeds: of each worker, in steps per second; ``compression/predicted_seconds`` is then how
+            long the run would have taken, by these and ``network``. Nothing is slowed down. Not
+            with ``roll``.
         network: converts bytes to the seconds that ``CompressionMonitor`` shows.
         seed: of the compressor's private random numbers.
         state: in checkpoints; the same files as real workers write, so that a simulated run can
@@ -90,6 +97,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         workers: W.
         engines: each worker's state and configuration, once fitting has started.
         recordings: each worker's byte and time account, while fitting.
+        clock: predicts the time, if ``speeds`` are given.
     """
 
     def __init__(
@@ -99,14 +107,16 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         scheme: Scheme | str | None = None,
         controller: Controller | None = None,
         every: int | GrowingRounds = 32,
-        outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
+        outer: Outer = OuterSGD(),  # noqa: B008 - frozen
         delay: int = 0,
         merge: Literal["rebase", "mix"] = "rebase",
         fragments: int = 1,
         show: Literal["common", "local"] = "common",
+        unequal: Unequal | None = None,
         *,
         workers: int | None = None,
         roll: Roll | str | None = None,
+        speeds: Sequence[float] | None = None,
         network: NetworkModel = NetworkModel(),  # noqa: B008 - frozen
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
@@ -115,14 +125,39 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         moments: InnerMoments | None = None,
         **kwargs: Any,
     ) -> None:
+        owner = type(self).__name__
+        if speeds is not None:
+            check_speeds(owner, "speeds", speeds)
+            if roll is not None:
+                raise ValueError(
+                    f"{owner}(speeds={tuple(speeds)}, roll=...): a roll does not say how long its "
+                    f"rounds took; leave speeds out."
+                )
+            workers = len(speeds) if workers is None else workers
+            if workers != len(speeds):
+                raise ValueError(
+                    f"{owner}(workers={workers}, speeds={tuple(speeds)}): give one speed for each "
+                    f"worker, or leave workers out."
+                )
         self._replay = None if roll is None else Replay(roll, workers)
         number: Any = workers if self._replay is None else len(self._replay.numbers)
         self._configure_workers(compressor, number, network, kwargs)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        self._configure_rounds(every, outer, delay, merge, fragments, show, state, moments)
+        rounds = every, outer, delay, merge, fragments, show, state, moments, unequal
+        self._configure_rounds(*rounds)
         if self._replay is not None:
-            parts = (self.plan, controller, self.local_workers.configuration, 0)
-            refuse_elastic(type(self).__name__, "a roll", *parts)
+            parts = (controller, self.local_workers.configuration, 0, outer, unequal)
+            refuse_elastic(owner, "a roll", self.plan, *parts)
+        if unequal is not None:
+            unequal.check_workers(owner, self.workers)
+            if speeds is None and (unequal.pace == "measured" or unequal.grace is not None):
+                raise ValueError(
+                    f"{owner}(unequal={unequal!r}): simulated workers run one after the other, so "
+                    f"their speeds cannot be measured; give speeds=(1.0, 0.5), in steps per "
+                    f"second, one for each worker."
+                )
+        self.speeds = None if speeds is None else tuple(speeds)
+        self.clock: SimulatedClock | None = None
         super().__init__(**kwargs)
 
     _of_processes = "LocalStepsStrategy"
@@ -137,13 +172,17 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
                 f"processes."
             )
         workers = self.local_workers
-        exchanges = Exchanges(workers, self._ledger, self.root_device)
+        grace = None if self.unequal is None else self.unequal.grace
+        clock = SimulatedClock(self.speeds or (1.0,) * self.workers, grace)
+        self.clock = None if self.speeds is None else clock
+        exchanges = Exchanges(workers, self._ledger, self.root_device, clock)
         self._replicas = Replicas(module, self.workers, lambda: self.optimizers)
         rounds = []
         for engine, end in zip(self.engines, exchanges.of, strict=True):
             present = partial(self._replicas.entered, engine.worker)
             each = (module, workers.names, engine, end, self.plan, self.outer, present)
-            rounds.append(LocalRounds(*each))
+            time = clock.of(engine.worker)
+            rounds.append(LocalRounds(*each, unequal=self.unequal, clock=time))
         self._keep(rounds)
         if self._replay is not None:
             self._replay.begin(rounds, self.engines, exchanges, lambda: self.optimizers)
@@ -187,7 +226,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         for worker in self._present:
             self._replicas.enter(worker)
             again = _Once(result)
-            output = self._own_step(optimizer, again, *args, **kwargs)
+            output = self._own_step(self._all_rounds[worker], optimizer, again, *args, **kwargs)
         ends = self._ends()
         here = [self._all_rounds[worker] for worker in self._present]
         if ends or here[0].is_due:
@@ -196,6 +235,16 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         rate = max(float(group["lr"]) for group in optimizer.param_groups)
         self._together(each.stepped(ends, rate) for each in here)
         return output
+
+    def _active_rounds(self) -> LocalRounds:
+        return self._all_rounds[self.worker]
+
+    def _rested(self) -> None:
+        self._passed(self.worker)
+
+    def figures(self) -> dict[str, float]:
+        predicted = {} if self.clock is None else {"predicted_seconds": self.clock.seconds}
+        return super().figures() | predicted
 
     def _exchange_the_rest(self) -> None:
         self._together(self._all_rounds[worker].ending() for worker in self._present)
@@ -238,6 +287,7 @@ class Exchanges:
         workers: their engines.
         ledger: runs the flows, and counts bytes.
         device: of the tensors.
+        clock: predicts when they end.
 
     Attributes:
         of: per worker, its end: an ``Exchanger``.
@@ -245,8 +295,11 @@ class Exchanges:
         carried: called with the mean of each bucket.
     """
 
-    def __init__(self, workers: Workers, ledger: Ledger, device: torch.device) -> None:
+    def __init__(
+        self, workers: Workers, ledger: Ledger, device: torch.device, clock: SimulatedClock
+    ) -> None:
         self.workers, self.ledger, self.device = workers, ledger, device
+        self.clock = clock
         self.of = [End(self, engine) for engine in workers.engines]
         self.here = self.of
         self.carried: Callable[[Tensor], None] = lambda mean: None
@@ -258,6 +311,7 @@ class Exchanges:
         """
         if not all(end.sent for end in self.here):
             return
+        before = self.ledger.communicated
         for same in zip(*(end.sent for end in self.here), strict=True):
             self.ledger.step = self.workers.first.step
             self._run([one.flow for one in same])
@@ -270,6 +324,7 @@ class Exchanges:
         layout = [one.shapes for one in self.here[0].sent if one.shapes is not None]
         for end in self.here:
             end.sent = []
+        self.clock.arrive(self.ledger.communicated - before)
         if self.here is self.of:
             self.workers.end_round(layout)
             return

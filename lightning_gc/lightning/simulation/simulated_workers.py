@@ -220,10 +220,18 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         precision.backward(loss, module, optimizer, *args, **kwargs)
         self._ledger.compute.lap(COMPUTE)
         self._collect(worker, again=module.trainer.accumulate_grad_batches > self.workers)
+        self._passed(worker)
+        detached: torch.Tensor = precision.post_backward(loss, module)
+        self.post_backward(detached)
+        return detached
+
+    def _passed(self, worker: int) -> None:
+        """Count a worker's micro-batch; after the last worker's, complete the step."""
+        trainer = self.lightning_module.trainer
         self._done += 1
-        if not module.trainer.fit_loop._should_accumulate():
+        if not trainer.fit_loop._should_accumulate():
             if worker != self.workers - 1:
-                batches = module.trainer.fit_loop.batch_idx + 1
+                batches = trainer.fit_loop.batch_idx + 1
                 fix = f"at least {self.workers} batches"
                 if batches > self.workers:
                     fix = (
@@ -236,9 +244,6 @@ class SimulatedWorkers(Communication, CompressedStrategy):
                 )
             self._complete()
             self._done = 0
-        detached: torch.Tensor = precision.post_backward(loss, module)
-        self.post_backward(detached)
-        return detached
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None

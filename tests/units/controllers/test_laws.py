@@ -238,6 +238,7 @@ MONITORED = {
     *ONES.averages(2, NetworkModel()),
     *level_figures({"a": 0.1, "b": None}),
     *("drift", "outer_step", "rounds", "round_steps"),  # of local steps
+    *("workers_on_time", "least_steps", "most_steps", "predicted_seconds"),
 }
 
 
