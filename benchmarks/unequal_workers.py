@@ -169,7 +169,7 @@ def real(jobs: list[Job]) -> dict[Job, Run]:
         port = free.getsockname()[1]
         free.close()
         path = Path(folder) / "runs.json"
-        spawn(work, (jobs, str(path), port), len(SPEEDS))  # type: ignore[no-untyped-call]
+        spawn(work, (jobs, str(path), port), len(SPEEDS))
         runs = json.loads(path.read_text())
     return {job: (seconds, loss) for job, (seconds, loss) in zip(jobs, runs, strict=True)}
 
@@ -253,9 +253,9 @@ def main() -> None:
         parts.append(f"## Predicted, {name}\n\n{table(simulate, arms)}")
         dated_page.say(parts[-1])
     if options.only != "predicted":
-        arms = [EQUAL, *(arm for arm in REAL for _ in SHARES)]
+        trained = [EQUAL, *(arm for arm in REAL for _ in SHARES)]
         lengths = [ROUNDS, *(rounds_of(arm, share) for arm in REAL for share in SHARES)]
-        jobs = [(a, n, seed) for seed in SEEDS for a, n in zip(arms, lengths, strict=True)]
+        jobs = [(a, n, seed) for seed in SEEDS for a, n in zip(trained, lengths, strict=True)]
         runs = real(jobs)
         shown = table(lambda *job: runs[job], REAL)
         parts.append(f"## Real, three processes over Gloo\n\n{shown}")

@@ -246,7 +246,7 @@ def test_nothing_is_lost_whatever_each_round_weighs(compressor: Compressor, memo
     left, now = group.errors(), group.anchor()
     for name, each in come.items():
         gap = start[name] - now[name] + left[name] - each
-        assert np.linalg.norm(gap) < 2e-6 * max(1, np.linalg.norm(each)), name
+        assert np.linalg.norm(gap) < 2e-6 * max(1.0, float(np.linalg.norm(each))), name
 
 
 def test_a_late_result_is_in_the_next_round_as_it_was() -> None:
