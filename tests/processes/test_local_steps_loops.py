@@ -21,7 +21,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import QSGD, GrowingRounds, LocalSteps, OuterSGD, PerParameter, TopK, attach
+from lightning_gc import (
+    QSGD,
+    GrowingRounds,
+    LocalSteps,
+    OuterSGD,
+    PerParameter,
+    RadialDirectional,
+    TopK,
+    Unequal,
+    attach,
+)
 from lightning_gc.controllers import RoundSchedule
 from lightning_gc.core.checksum import checksum, with_checksum
 from tests.processes.test_local_steps_refused import OPTIMIZERS, Holds
@@ -163,6 +173,12 @@ CASES: dict[str, dict[str, Any]] = {
     "growing": {"compressor": TOP, "every": GrowingRounds(0.06, 1)},
     "skipped": {"compressor": TOP, "every": 4, "amp": True, "broken": (1, 1)},
     "super": {"compressor": TOP, "every": 4, "module": CallsOn},
+    "clipped": {
+        "compressor": QSGD(4),
+        "every": 3,
+        "outer": RadialDirectional(OuterSGD.diloco()),
+        "unequal": Unequal(pace="equal", weigh="equal", median_clip=True),
+    },
 }
 
 IN_FABRIC = dict.fromkeys(("groups", "skipped"), FabricLoop)
@@ -366,6 +382,8 @@ def refused(worker: int) -> dict[str, str]:
         "vote": given(method="signum"),
         "unknown": given(evry=4),
         "every": given(every=0),
+        "pace": given(unequal=Unequal()),
+        "tokens": given(unequal=Unequal(pace="equal", weigh="tokens")),
         "meta": given(meta, torch.optim.SGD(meta.parameters(), lr=0.1)),
     }
     with warnings.catch_warnings():
@@ -407,6 +425,8 @@ WORDS = {
     "vote": "workers vote",
     "unknown": "(did you mean 'every'?)",
     "every": "LocalSteps(every=0)",
+    "pace": "none can be skipped; use pace='equal'",
+    "tokens": "use weigh='equal', or LocalStepsStrategy",
     "meta": "the default process group has the backend",
     "twice": "exchanged already",
     "loaded later": "Load weights before you make it",

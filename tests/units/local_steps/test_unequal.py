@@ -13,9 +13,11 @@ from torch import nn
 from lightning_gc import (
     QSGD,
     EFSignSGD,
+    Elastic,
     ErrorFeedback,
     HardThreshold,
     Identity,
+    InnerMoments,
     NetworkModel,
     NoMemory,
     OuterSGD,
@@ -23,6 +25,7 @@ from lightning_gc import (
     PowerSGD,
     Quantised,
     RadialDirectional,
+    Roll,
     TopK,
     Unequal,
 )
@@ -34,6 +37,7 @@ from lightning_gc.lightning.for_pytorch_lightning import (
 )
 from lightning_gc.lightning.simulation.local_steps import Exchanges
 from lightning_gc.local_steps.local_rounds import CommonState, LocalRounds, OwnState
+from lightning_gc.local_steps.roll import Round
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.local_steps.simulated_clock import SimulatedClock
 from lightning_gc.local_steps.unequal import resting
@@ -43,6 +47,7 @@ from lightning_gc.transports.simulated import Ledger
 Numbers = dict[str, np.ndarray[Any, Any]]
 SPEEDS = (1.0, 0.5, 0.5)
 HALF = Unequal(pace=SPEEDS, weigh="equal")
+REPLAYED = {"roll": Roll([Round(0, (0, 1))]), "workers": None}
 
 
 class Model(nn.Module):
@@ -440,6 +445,16 @@ def test_values_that_cannot_be(settings: dict[str, Any], said: str) -> None:
             {"compressor": TopK(0.1), "outer": RadialDirectional()},
             r"stretched to the length of all; use a quantiser, such as QSGD\(4\)",
         ),
+        (
+            {"unequal": Unequal(grace=1.0), "moments": InnerMoments(), "speeds": SPEEDS[:2]},
+            "moments would count though its steps do not; use moments=None, or grace=None",
+        ),
+        ({**REPLAYED, "unequal": HALF}, "would scale distances twice; leave unequal out"),
+        (
+            {**REPLAYED, "outer": RadialDirectional()},
+            r"use outer=OuterSGD\(lr=1.0, momentum=0.0, nesterov=False\)",
+        ),
+        ({**REPLAYED, "speeds": SPEEDS[:2]}, "a roll does not say how long its rounds took"),
         ({"speeds": (1.0, -1.0)}, "a number above 0 for each worker"),
         ({"speeds": (1.0,)}, "one speed for each worker, or leave workers out"),
         ({"unequal": Unequal(pace=(1.0, 2.0, 3.0))}, "3 speeds for 2 workers; give 2, or use"),
@@ -461,3 +476,5 @@ def test_the_strategy_with_processes_takes_the_same_options_but_grace() -> None:
     assert strategy.unequal == HALF
     with pytest.raises(ValueError, match="waits for all of them"):
         LocalStepsStrategy(QSGD(4), unequal=Unequal(grace=1.0))
+    with pytest.raises(ValueError, match="leave unequal out"):
+        LocalStepsStrategy(QSGD(4), unequal=HALF, elastic=Elastic("127.0.0.1:1"))
