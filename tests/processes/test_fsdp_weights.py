@@ -237,6 +237,9 @@ def of_four(rank: int) -> dict[str, Any]:
             loop.run(0, 4)
         sizes = [weights.numel() for _, backward, weights in watch.calls if backward]
         found[f"{name}, in groups"] = (len(sizes), loop.computed())
+        if name == "differences":
+            own = loop.handle.state_dict()["own"]["weights"]
+            found["own"] = {each: tensor.numpy() for each, tensor in own.items()}
         loop.end()
     return found
 
@@ -254,6 +257,10 @@ def test_four_ranks_compute_with_the_same_weights() -> None:
             gathers, weights = rank[f"{name}, in groups"]
             assert gathers == 3 * 4
             assert same(weights, ranks[0][f"{name}, in groups"][1])
+    computed = ranks[0]["differences, in groups"][1]
+    for name in ranks[0]["own"]:  # each rank saves its own part
+        copies = np.concatenate([rank["own"][name] for rank in ranks])
+        assert np.array_equal(copies[: computed[name].size], computed[name].ravel())
     for rank in ranks:  # Gloo adds in another order
         for name, value in rank["exact"].items():
             np.testing.assert_allclose(value, rank["dense"][name], rtol=0, atol=2e-6)
