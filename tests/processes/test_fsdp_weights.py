@@ -71,7 +71,7 @@ def loops(rank: int, by_day: bool = True) -> dict[str, Any]:
 def everything(rank: int, folder: str) -> dict[str, Any]:
     """In one set of processes, for starting them takes long."""
     found = loops(rank)
-    found["resumed"] = resumed(rank)
+    found["resumed"] = resumes(rank)
     found["levels"] = levels(rank)
     found["shares"] = [share(policy) for policy in (MixedPrecisionPolicy(), BFLOAT16)]
     options: dict[str, Any] = {"weights": DIFFERENCES, "memory": ERRORS}
@@ -126,7 +126,7 @@ def share(policy: MixedPrecisionPolicy) -> float:
     return account.wire_bytes / dense
 
 
-def resumed(rank: int) -> bool:
+def resumes(rank: int) -> bool:
     """Whether a loop that goes on from states equals one that was not interrupted."""
     options: dict[str, Any] = {"weights": DIFFERENCES, "memory": ERRORS}
     first = Loop(rank, QSGD(2), **options).run(0, 4)
@@ -237,6 +237,9 @@ def of_four(rank: int) -> dict[str, Any]:
             loop.run(0, 4)
         sizes = [weights.numel() for _, backward, weights in watch.calls if backward]
         found[f"{name}, in groups"] = (len(sizes), loop.computed())
+        if name == "differences":
+            own = loop.handle.state_dict()["own"]["weights"]
+            found["own"] = {each: tensor.numpy() for each, tensor in own.items()}
         loop.end()
     return found
 
@@ -254,6 +257,10 @@ def test_four_ranks_compute_with_the_same_weights() -> None:
             gathers, weights = rank[f"{name}, in groups"]
             assert gathers == 3 * 4
             assert same(weights, ranks[0][f"{name}, in groups"][1])
+    computed = ranks[0]["differences, in groups"][1]
+    for name in ranks[0]["own"]:  # each rank saves its own part
+        copies = np.concatenate([rank["own"][name] for rank in ranks])
+        assert np.array_equal(copies[: computed[name].size], computed[name].ravel())
     for rank in ranks:  # Gloo adds in another order
         for name, value in rank["exact"].items():
             np.testing.assert_allclose(value, rank["dense"][name], rtol=0, atol=2e-6)
@@ -283,10 +290,15 @@ class Errors(pl.Callback):
 @pytest.mark.nightly
 @needs_four
 @pytest.mark.timeout(600)
-def test_other_numbers_of_ranks_begin_with_the_mean_error(tmp_path: Path) -> None:
-    """Weights are exact; from four ranks to two and to three."""
+def test_four_ranks_resume_on_four_two_and_three(tmp_path: Path) -> None:
+    """Weights are exact; from four ranks to two and to three. Four go on bit for bit."""
     paths = [str(tmp_path / f"{ranks}.ckpt") for ranks in (4, 2, 3)]
     before = run_in_processes(train_on, 4, 4, 1, paths[0], None, timeout=150)
+    whole = run_in_processes(train_on, 4, 4, 2, "", None, timeout=150)
+    again = run_in_processes(train_on, 4, 4, 2, "", paths[0], timeout=150)
+    for mine, resumed in zip(whole, again, strict=True):
+        assert same(mine["whole"], resumed["whole"])
+        assert same(mine["memory"], resumed["memory"])
     for epochs, ranks in ((2, 2), (3, 3)):
         resume = paths[epochs - 2]
         after = run_in_processes(train_on, ranks, ranks, epochs, paths[epochs - 1], resume)
