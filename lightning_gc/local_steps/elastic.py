@@ -265,6 +265,7 @@ class ElasticExchange:
             done = None if entry is None else self._read(entry)
             if done is not None and done.what == "fetch":
                 done = self._fetch(done)
+                self._line.say(self._member.report)
             if done is not None and done.what in wanted:
                 return done
             if time.monotonic() > limit:
