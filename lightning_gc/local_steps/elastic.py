@@ -424,6 +424,7 @@ class ElasticExchange:
         members, engine = self._member.report.members, self._workers.first
         rank, size = members.index(self.number), len(members)
         began = time.monotonic()
+        engine.loss_scaling.settle()  # so that an attempt without a flow takes back no other one
         state = engine.compressor_state.items()
         self._kept = {name: each_tensor(kept, Tensor.clone) for name, kept in state}
         engine.worker, engine.workers = rank, size
