@@ -24,6 +24,7 @@ from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
 )
+from lightning_gc.local_steps import snapshot
 from tests.support.fitting import digest, quiet_trainer
 from tests.support.processes import preloaded
 
@@ -172,7 +173,9 @@ def replay(job: Job, roll: Roll) -> dict[str, Any]:
     return made
 
 
-def _main(job: Job, name: str, resume: str | None) -> None:
+def _main(job: Job, name: str, resume: str | None, damaged: bool) -> None:
+    if damaged:
+        _damage_snapshots(2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     log = (Path(job.folder) / f"{name}.out").open("a")
     os.dup2(log.fileno(), 1)
@@ -182,9 +185,23 @@ def _main(job: Job, name: str, resume: str | None) -> None:
     sys.stdout.flush()
 
 
-def start(job: Job, name: str, resume: str | None = None) -> Any:
-    """Start a worker's process."""
-    process = preloaded().Process(target=_main, args=(job, name, resume))
+def _damage_snapshots(number: int) -> None:
+    """Flip a bit of so many large messages that this worker receives."""
+    receive, left = snapshot._receive, [number]
+
+    def damaged(link: Any, length: int) -> bytearray:
+        data = receive(link, length)
+        if length > 1000 and left[0]:
+            left[0] -= 1
+            data[length // 2] ^= 4
+        return data
+
+    snapshot._receive = damaged
+
+
+def start(job: Job, name: str, resume: str | None = None, damaged: bool = False) -> Any:
+    """Start a worker's process; a damaged one receives its first snapshots damaged."""
+    process = preloaded().Process(target=_main, args=(job, name, resume, damaged))
     process.start()
     return process
 
