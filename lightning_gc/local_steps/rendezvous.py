@@ -251,6 +251,7 @@ class Line:
         """Send and receive until the store is gone."""
         place, due = f"report/{slot}", 0.0
         self._catch_up(store)
+        self.trouble = ""
         while not self._closed.is_set():
             report, now = self._report, time.monotonic()
             if report is not None and (report is not self._sent or now >= due):

@@ -34,7 +34,7 @@ FAMILIES = (Compressor, Memory, Scheme, Transport)
 EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
 CompressedDDPStrategy CompressedFSDPStrategy CompressedFabricStrategy CompressedHSDPStrategy
-CompressionMonitor GrowingRounds LocalStepsStrategy NetworkModel OuterSGD
+CompressionMonitor Elastic GrowingRounds LocalStepsStrategy NetworkModel OuterSGD Roll
 SimulatedDDPStrategy SimulatedLocalStepsStrategy
 advise attach
 Induced PerParameter Quantised SizeSwitch
@@ -191,6 +191,8 @@ READ_BY = {
     "control/control_loop.py": {"json.loads"},
     "controllers/trace.py": {"json.loads"},
     "exchange/peers.py": {"json.loads"},
+    "local_steps/roll.py": {"json.loads"},
+    "local_steps/snapshot.py": {"json.loads"},
     "methods/method.py": {"yaml.safe_load"},  # values of fields that the user types
     "methods/yaml_config.py": {"json.loads", "yaml.safe_load"},
     "tuning/journal.py": {

@@ -43,6 +43,7 @@ class Job:
         momentum: of the inner SGD.
         batch_norm: whether the model has running statistics.
         outer: momentum of the outer step.
+        checkpoint: after so many steps a checkpoint is written; 0: none.
         elastic: further settings of ``Elastic``.
     """
 
@@ -57,6 +58,7 @@ class Job:
     outer: float = 0.0
     seed: int = 0
     width: int = 24
+    checkpoint: int = 0
     elastic: dict[str, Any] = field(default_factory=dict)
 
     def parts(self) -> dict[str, Any]:
@@ -148,6 +150,8 @@ def train(job: Job, name: str, resume: str | None = None, callbacks: Any = ()) -
         callbacks=[Steps(folder / f"{name}.step"), *callbacks],
     )
     trainer.fit(Stream(job), batches(1), ckpt_path=resume)
+    if job.checkpoint:
+        trainer.save_checkpoint(folder / f"{name}-{job.checkpoint}.ckpt")
     made = left(trainer)
     roll = folder / f"{name}.roll"
     if strategy.roll is not None:
