@@ -32,7 +32,7 @@ FAULTS = ("kill", "stop", "term", "join", "restart", "damage")
 COMPRESSORS: tuple[Any, ...] = (
     ("topk", {"density": 0.1}),
     ("qsgd", {"bits": 4}),
-    ("identity", {}),
+    ("ef_sign_sgd", {}),
 )
 
 
@@ -206,7 +206,8 @@ class Run:
         took = {n: t - s for (_, s), (n, t) in zip(self.times, self.times[1:], strict=False)}
         usual = statistics.median(took.values())
         for each in roll:
-            if each.entered and each.round in took and not each.attempt:
+            joined = any(entrance.round for entrance in each.entered.values())
+            if joined and each.round in took and not (each.attempt or each.lost or each.left):
                 self.seen.joins.append(took[each.round] / usual - 1)
         made = replay(self.job, roll)
         if made["warned"] or {made["weights"]} != {each["weights"] for each in ended.values()}:
