@@ -32,7 +32,7 @@ class Site:
         self.folder, self.roll = folder, folder / "roll.jsonl"
         self.server = Rendezvous(0, "secret", self.roll)
         terms = {"secret": "secret", "roll": str(self.roll)}
-        given = {"pause": 0.02, "batch_norm": False, "elastic": terms} | settings
+        given: dict[str, Any] = {"pause": 0.02, "batch_norm": False, "elastic": terms} | settings
         self.job = Job(self.server.port, str(folder), **given)
         self.processes: dict[str, Any] = {}
 

@@ -193,11 +193,11 @@ def _damage_snapshots(number: int) -> None:
     """Flip a bit of so many large messages that this worker receives."""
     receive, left = snapshot._receive, [number]
 
-    def damaged(link: Any, length: int) -> bytearray:
-        data = receive(link, length)
-        if length > 1000 and left[0]:
+    def damaged(link: Any, number: int) -> bytearray:
+        data = receive(link, number)
+        if number > 1000 and left[0]:
             left[0] -= 1
-            data[length // 2] ^= 4
+            data[len(data) // 2] ^= 4
         return data
 
     snapshot._receive = damaged
