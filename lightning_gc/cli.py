@@ -1,4 +1,4 @@
-"""Run the command ``lightning-gc``: tune, report, fit, schema, bench, advise, list."""
+"""Run the command ``lightning-gc``: tune, report, fit, schema, bench, advise, list, rendezvous."""
 
 import argparse
 import json
@@ -117,6 +117,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--wide", action="store_true", help="tables of all declarations, also the ranges to tune")
     add("--markdown", action="store_true", help="tables in Markdown, as in the documentation")
     _add_bench_and_advise(command, methods)
+    add = command(
+        _rendezvous,
+        "where the workers of elastic local steps meet",
+        "Serve the rendezvous of LocalStepsStrategy(elastic=Elastic('host:port')), and decide who "
+        "takes part in which round. It may be stopped and started again while workers train.",
+    ).add_argument
+    add("--port", type=int, default=29400, help="that it listens on (default: %(default)s)")
+    secret = "file with the text that all workers give as Elastic(secret=...)"
+    add("--secret-file", type=Path, metavar="FILE", help=secret)
+    roll = "file to which each round's members are written (default: %(default)s)"
+    add("--roll", type=Path, default=Path("roll.jsonl"), metavar="FILE", help=roll)
     return parser
 
 
@@ -269,6 +280,23 @@ def _advise(options: argparse.Namespace) -> int:
     from lightning_gc.advice.advising import run
 
     run(options)
+    return OK
+
+
+def _rendezvous(options: argparse.Namespace) -> int:
+    from lightning_gc.local_steps.rendezvous import serve
+
+    secret = None
+    if options.secret_file is not None:
+        secret = options.secret_file.read_text().strip()
+        if not secret:
+            raise ValueError(f"{options.secret_file} is empty. Write a long random text into it.")
+    sys.stdout.write(
+        f"Rendezvous on port {options.port}, {'with' if secret else 'without'} a secret. Rounds "
+        f"are written to {options.roll}. Ctrl-C stops it.\n"
+    )
+    sys.stdout.flush()
+    serve(options.port, secret, options.roll)
     return OK
 
 

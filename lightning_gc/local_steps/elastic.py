@@ -201,6 +201,7 @@ class ElasticExchange:
         self._loop: Loop | None = None
         self._sent: list[_Sent] = []
         self._belongs = False  # whether the error is one of this run
+        self._resumed = False  # whether the weights are still those of a checkpoint
         self._kept: dict[str, dict[str, Any]] = {}  # the compressor's state before an attempt
         self._neighbours: dict[int, str] = {}
         self._differing = self._failures = self.size = 0
@@ -265,6 +266,7 @@ class ElasticExchange:
             done = None if entry is None else self._read(entry)
             if done is not None and done.what == "fetch":
                 done = self._fetch(done)
+                self._line.say(self._member.report)
             if done is not None and done.what in wanted:
                 return done
             if time.monotonic() > limit:
@@ -303,14 +305,15 @@ class ElasticExchange:
         """
         self._rounds, self._loop = rounds, loop
         # If another worker has the number, the error of the checkpoint is that worker's.
-        resumed = self._workers.first.step > 0
-        self._belongs = resumed and self._wanted in (None, self.number)
+        step = self._workers.first.step
+        self._belongs = self._resumed = step > 0 and self._wanted in (None, self.number)
         self._first = loop.steps - rounds.position
         self._member.enters(self._workers.first.step, self._mark())
         done = self._until(("begin", "fetched"), "for other workers")
         if done.what == "fetched" and self._member.report.phase == "ready":
             self._until(("begin",), "for the run to begin")
         self._belongs = self._within = True
+        self._resumed = False
 
     def _fetch(self, done: Do) -> Do | None:
         """Take the snapshot of a member; if it cannot be had, ask for another one."""
@@ -346,10 +349,11 @@ class ElasticExchange:
             tree = wire.receive()
             check_snapshot(tree, engine, self._workers.shapes)
             number = tree["round"]
-            if self._belongs and (number, tree["mark"]) == (engine.step, self._mark()):
-                # As after a resume: the steps within the round are kept, too.
+            if self._resumed and (number, tree["mark"]) == (engine.step, self._mark()):
+                # The steps within the round are kept, too.
                 self._member.fetched(number, rounds.position, "kept")
                 return
+            self._resumed = False
             with self._still:
                 load_snapshot(tree, rounds, engine, keep_error=self._belongs)
             wire.send({"ask": "place"})
@@ -423,6 +427,7 @@ class ElasticExchange:
         members, engine = self._member.report.members, self._workers.first
         rank, size = members.index(self.number), len(members)
         began = time.monotonic()
+        engine.loss_scaling.settle()  # so that an attempt without a flow takes back no other one
         state = engine.compressor_state.items()
         self._kept = {name: each_tensor(kept, Tensor.clone) for name, kept in state}
         engine.worker, engine.workers = rank, size

@@ -93,6 +93,10 @@ def check_rounds(owner: str, plan: RoundPlan, controller: Controller | None) -> 
         dataclasses.replace(plan, every=steps)
 
 
+_MANY = 5_040
+"""A number of workers that consists of nodes of any usual size."""
+
+
 def refuse_elastic(
     owner: str,
     elastic: Any,
@@ -146,7 +150,7 @@ def refuse_elastic(
             f"{owner}(elastic={elastic!r}, verify={verify!r}): the members of every elastic round "
             f"compare their results anyway; leave verify out."
         )
-    if configuration.neighbours(4) > 1:
+    if configuration.neighbours(_MANY) > 1:
         raise ValueError(
             f"{owner}(elastic={elastic!r}, scheme={configuration.scheme!r}): its nodes need a "
             f"fixed number of workers; use AllGather() or TwoShot()."

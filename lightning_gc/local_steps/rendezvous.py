@@ -47,7 +47,7 @@ class Seal:
 
     Example:
         >>> sealed = Seal("a secret").closed("report/0", "hello")
-        >>> Seal("a secret").opened("report/0", sealed)
+        >>> Seal("a secret").opened("report/0", sealed.encode())
         'hello'
     """
 
@@ -68,7 +68,7 @@ class Seal:
 
     def opened(self, place: str, data: bytes) -> str:
         """Return the text; ValueError if it was not signed, for this place, with the secret."""
-        sign, text = data[:64], data[64:]
+        sign, text = bytes(data[:64]), bytes(data[64:])
         expected = self.sign(place.encode(), text).hex().encode()
         if not hmac.compare_digest(sign, expected):
             raise ValueError(f"{place} is not signed with this secret.")
@@ -251,6 +251,7 @@ class Line:
         """Send and receive until the store is gone."""
         place, due = f"report/{slot}", 0.0
         self._catch_up(store)
+        self.trouble = ""
         while not self._closed.is_set():
             report, now = self._report, time.monotonic()
             if report is not None and (report is not self._sent or now >= due):

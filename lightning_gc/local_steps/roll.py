@@ -680,6 +680,8 @@ class Keeper:
         members = self._members(now)
         inside = [r for r in members if r.phase not in ("entering", "ready")]
         donors = [r for r in inside if r.round == self.round and self._is_current(r)]
+        near = {r.token for r in self._members(now, NEAR)}
+        donors = [r for r in donors if r.token in near] or donors
         if not donors:
             return
         donor = donors[0]

@@ -148,7 +148,7 @@ def from_bytes(data: bytes | bytearray) -> Any:
     length = int.from_bytes(data[:8], "big")
     if not 0 < length <= min(MAX_HEADER, len(data) - 8):
         raise ValueError(f"{len(data):,} bytes cannot have a text of {length:,} bytes.")
-    reader = _Reader(memoryview(data), 8 + length)
+    reader = _Decoder(memoryview(data), 8 + length)
     tree = reader.value(json.loads(bytes(data[8 : 8 + length])))
     if reader.at != len(data):
         raise ValueError(f"{len(data) - reader.at:,} bytes belong to no tensor.")
@@ -172,7 +172,7 @@ def _described(value: Any, tensors: list[Tensor]) -> Any:
     raise ValueError(f"A snapshot cannot hold {value!r} of {type(value).__name__}.")
 
 
-class _Reader:
+class _Decoder:
     """Reads the values that a text describes.
 
     Attributes:

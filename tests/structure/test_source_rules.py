@@ -173,7 +173,7 @@ LOADER_KINDS = ("Reader", "LoadPlanner", "Unpickler", "StorageProxy", "load_all"
 """Ends of names, as of torch's readers of distributed checkpoints."""
 
 NO_LOADERS = {"self._restoring.load", "super.load_checkpoint", "self.buffers.load"}
-NO_LOADERS |= {"memory_store.load", "self._store.load", "tl.load"}
+NO_LOADERS |= {"memory_store.load", "engine.buffers.load", "self._store.load", "tl.load"}
 """Calls that copy tensors, or that hand on to what the table has."""
 
 READ_BY = {
@@ -192,6 +192,8 @@ READ_BY = {
     "control/control_loop.py": {"json.loads"},
     "controllers/trace.py": {"json.loads"},
     "exchange/peers.py": {"json.loads"},
+    "local_steps/roll.py": {"json.loads"},
+    "local_steps/snapshot.py": {"json.loads"},
     "methods/method.py": {"yaml.safe_load"},  # values of fields that the user types
     "methods/yaml_config.py": {"json.loads", "yaml.safe_load"},
     "tuning/journal.py": {

@@ -24,6 +24,7 @@ from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
 )
+from lightning_gc.local_steps import snapshot
 from tests.support.fitting import digest, quiet_trainer
 from tests.support.processes import preloaded
 
@@ -42,6 +43,7 @@ class Job:
         momentum: of the inner SGD.
         batch_norm: whether the model has running statistics.
         outer: momentum of the outer step.
+        checkpoint: after so many steps a checkpoint is written; 0: none.
         elastic: further settings of ``Elastic``.
     """
 
@@ -56,6 +58,7 @@ class Job:
     outer: float = 0.0
     seed: int = 0
     width: int = 24
+    checkpoint: int = 0
     elastic: dict[str, Any] = field(default_factory=dict)
 
     def parts(self) -> dict[str, Any]:
@@ -147,6 +150,8 @@ def train(job: Job, name: str, resume: str | None = None, callbacks: Any = ()) -
         callbacks=[Steps(folder / f"{name}.step"), *callbacks],
     )
     trainer.fit(Stream(job), batches(1), ckpt_path=resume)
+    if job.checkpoint:
+        trainer.save_checkpoint(folder / f"{name}-{job.checkpoint}.ckpt")
     made = left(trainer)
     roll = folder / f"{name}.roll"
     if strategy.roll is not None:
@@ -172,7 +177,9 @@ def replay(job: Job, roll: Roll) -> dict[str, Any]:
     return made
 
 
-def _main(job: Job, name: str, resume: str | None) -> None:
+def _main(job: Job, name: str, resume: str | None, damaged: bool) -> None:
+    if damaged:
+        _damage_snapshots(2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     log = (Path(job.folder) / f"{name}.out").open("a")
     os.dup2(log.fileno(), 1)
@@ -182,9 +189,23 @@ def _main(job: Job, name: str, resume: str | None) -> None:
     sys.stdout.flush()
 
 
-def start(job: Job, name: str, resume: str | None = None) -> Any:
-    """Start a worker's process."""
-    process = preloaded().Process(target=_main, args=(job, name, resume))
+def _damage_snapshots(number: int) -> None:
+    """Flip a bit of so many large messages that this worker receives."""
+    receive, left = snapshot._receive, [number]
+
+    def damaged(link: Any, number: int) -> bytearray:
+        data = receive(link, number)
+        if number > 1000 and left[0]:
+            left[0] -= 1
+            data[len(data) // 2] ^= 4
+        return data
+
+    snapshot._receive = damaged
+
+
+def start(job: Job, name: str, resume: str | None = None, damaged: bool = False) -> Any:
+    """Start a worker's process; a damaged one receives its first snapshots damaged."""
+    process = preloaded().Process(target=_main, args=(job, name, resume, damaged))
     process.start()
     return process
 

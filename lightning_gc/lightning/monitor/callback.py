@@ -81,6 +81,7 @@ class Monitor(EitherLightning):
     | a controller | ``total_error_update`` | ``Σ γ_t²·‖e_t‖²``; in updates |
     | local steps | ``rounds`` | number of exchanges |
     | local steps | ``drift`` | ``‖θ − θ_i‖`` of worker 0 before the exchange |
+    | elastic local steps | ``workers`` | number of members of the last round |
     | local steps | ``outer_step`` | norm of the outer step's change of the common weights |
     | FSDP with ``weights`` | ``weight_bytes`` | the part of ``wire_bytes`` for gathers of weights |
     | simulated workers | ``communication_seconds_estimated`` | by the ``NetworkModel`` |

@@ -213,6 +213,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         return range(self.workers) if self._replay is None else self._replay.present
 
     def _begin_step(self) -> None:
+        self._replicas.enter(0)  # whose gradients Lightning sets to zero
         self._replicas.forget_gradients()
         if self._replay is not None:
             self._replay.begin_step()

@@ -268,6 +268,37 @@ def test_other_settings_are_refused() -> None:
     assert "other settings" in refused[1].why
 
 
+def asking(token: str, number: int, mark: str) -> Report:
+    terms: dict[str, Any] = {"min_workers": MIN, "grace": GRACE, "timeout": TIMEOUT}
+    parts: dict[str, Any] = {"phase": "asking", "run": "run", "round": 5, "settings": "same"}
+    return Report(token, 1, number=number, mark=mark, address=token, **parts, **terms)
+
+
+def test_a_worker_with_other_weights_takes_a_snapshot() -> None:
+    keeper = Keeper(settle=0.0)
+    for token, number, mark in (("a", 0, "odd"), ("b", 1, "same"), ("c", 2, "same")):
+        keeper.hear(asking(token, number, mark), 0.1)
+    said = keeper.tick(0.1) + keeper.tick(0.1 + GRACE)
+    assert [e.members for e in said if isinstance(e, Called)] == [(1, 2)]
+    assert [(e.token, e.donor) for e in said if isinstance(e, Enter)] == [("a", 1)]
+
+
+def test_unlike_results_are_not_committed() -> None:
+    keeper = Keeper(settle=0.0)
+    reports = [asking(token, number, "same") for number, token in enumerate("ab")]
+    for report in reports:
+        keeper.hear(report, 0.1)
+    (called,) = keeper.tick(0.1)
+    assert isinstance(called, Called)
+    for report, digest in zip(reports, ("one", "other"), strict=True):
+        done: dict[str, Any] = {"phase": "done", "beat": 2, "digest": digest}
+        keeper.hear(dataclasses.replace(report, members=called.members, **done), 0.2)
+    (verdict,) = keeper.tick(0.2)
+    assert isinstance(verdict, Verdict)
+    assert verdict.record is None
+    assert "differ" in verdict.why
+
+
 HITS = st.lists(
     st.tuples(
         st.sampled_from(("kill", "freeze", "thaw", "join", "leave", "restart", "wait")),

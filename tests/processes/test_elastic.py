@@ -1,0 +1,207 @@
+"""Elastic workers in processes of their own: killed, joined, told to leave, resumed, replayed."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_gc import QSGD, Elastic, Roll
+from lightning_gc.controllers import Fixed
+from lightning_gc.lightning.for_pytorch_lightning import (
+    LocalStepsStrategy,
+    SimulatedLocalStepsStrategy,
+)
+from lightning_gc.local_steps.rendezvous import Rendezvous
+from lightning_gc.local_steps.roll import Round
+from tests.support.elastic import Job, replay, start, step_of, train
+
+pytestmark = pytest.mark.processes
+LIMIT = 120.0
+
+
+class Site:
+    """A rendezvous, and the workers that meet there."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder, self.roll = folder, folder / "roll.jsonl"
+        self.server = Rendezvous(0, "secret", self.roll)
+        terms = {"secret": "secret", "roll": str(self.roll)}
+        given: dict[str, Any] = {"pause": 0.02, "batch_norm": False, "elastic": terms} | settings
+        self.job = Job(self.server.port, str(folder), **given)
+        self.processes: dict[str, Any] = {}
+
+    def start(self, *names: str, resume: str | None = None) -> None:
+        for name in names:
+            self.processes[name] = start(self.job, name, resume)
+
+    def until(self, name: str, step: int) -> None:
+        limit = time.monotonic() + LIMIT
+        while step_of(self.job, name) < step:
+            assert time.monotonic() < limit, f"{name} has not reached step {step}"
+            time.sleep(0.005)
+
+    def signal(self, name: str, number: int) -> None:
+        os.kill(self.processes[name].pid, number)
+
+    def ended(self, *names: str) -> list[Any]:
+        """Wait for these; return what they have left."""
+        for name in names:
+            self.processes[name].join(LIMIT)
+            assert self.processes[name].exitcode == 0, (self.folder / f"{name}.out").read_text()
+        return [json.loads((self.folder / f"{name}.json").read_text()) for name in names]
+
+    def rounds(self) -> Roll:
+        return Roll.read(self.roll)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+        self.server.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    made.close()
+
+
+def assert_replayed(site: Site, left: list[Any]) -> None:
+    """The replay has the workers' weights, and their errors, bit for bit."""
+    made = replay(site.job, site.rounds())
+    assert made["warned"] == []
+    assert {made["weights"]} == {each["weights"] for each in left}
+    for each in left:
+        assert made["errors"][each["number"]] == each["errors"]
+
+
+def test_a_killed_worker_costs_an_attempt_and_the_run_is_replayed(site: Site) -> None:
+    site.start("a", "b", "c")
+    site.until("c", 9)
+    site.signal("c", signal.SIGKILL)
+    left = site.ended("a", "b")
+    (lost,) = [each.lost for each in site.rounds() if each.lost]
+    assert min(lost.values()) > 0
+    assert_replayed(site, left)
+
+
+@pytest.mark.nightly
+def test_joins_leaves_and_a_restarted_rendezvous_are_replayed(tmp_path: Path) -> None:
+    site = Site(tmp_path, steps=240, outer=0.6)
+    site.start("a", "b")
+    site.until("a", 12)
+    site.start("c")
+    site.until("c", 20)
+    site.signal("a", signal.SIGTERM)
+    site.until("b", 100)
+    site.server.close()
+    left = site.ended("b", "c")
+    records = list(site.rounds())
+    assert [each.left for each in records if each.left] == [(0,)]
+    assert [leavers for each in records for leavers in each.inherited.values()] == [(0,)]
+    assert_replayed(site, left)
+    site.close()
+
+
+@pytest.mark.nightly
+def test_ctrl_c_and_a_frozen_worker(tmp_path: Path) -> None:
+    site = Site(tmp_path, steps=400, compressor=("qsgd", {"bits": 4}))
+    site.start("a", "b", "c")
+    site.until("b", 12)
+    site.signal("b", signal.SIGSTOP)
+    site.until("a", 40)
+    site.signal("b", signal.SIGCONT)
+    site.until("b", 80)
+    site.signal("c", signal.SIGINT)
+    left = site.ended("a", "b")
+    late = [e for each in site.rounds() for n, e in each.entered.items() if each.round]
+    assert any(entrance.error == "kept" for entrance in late)
+    assert_replayed(site, left)
+    site.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("again", [("a", "b"), ("a", "b", "c")])
+def test_a_run_resumes_with_any_number_of_workers(tmp_path: Path, again: tuple[str, ...]) -> None:
+    """With as many workers as before it goes on as if it had not stopped, errors included."""
+    (tmp_path / "whole").mkdir()
+    whole = Site(tmp_path / "whole")
+    whole.start("a", "b")
+    expected = whole.ended("a", "b")
+    whole.close()
+    (tmp_path / "part").mkdir()
+    part = Site(tmp_path / "part", steps=20)
+    part.job = replace(part.job, checkpoint=20)
+    part.start("a", "b")
+    part.ended("a", "b")
+    part.job = replace(part.job, steps=40, checkpoint=0)
+    files = {name: next(part.folder.glob(f"{name}-*.ckpt")) for name in ("a", "b")}
+    for name in again:
+        part.start(name, resume=str(files.get(name, files["a"])))
+    left = part.ended(*again)
+    assert len({each["weights"] for each in left}) == 1
+    if again == ("a", "b"):
+        assert {each["weights"] for each in left} == {each["weights"] for each in expected}
+        for one, other in zip(left, expected, strict=True):
+            assert one["errors"] == other["errors"]
+    else:
+        assert sorted(each["number"] for each in left) == [0, 1, 2]
+    part.close()
+
+
+def test_a_worker_without_others_says_so(tmp_path: Path) -> None:
+    site = Site(tmp_path, steps=8)
+    job = replace(site.job, elastic=site.job.elastic | {"patience": 5.0})
+    with pytest.raises(RuntimeError, match=r"waited 5 s for other workers, with min_workers=2"):
+        train(job, "a")
+    site.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"delay": 1}, "waits for the result"),
+        ({"fragments": 2}, "exchanges all weights"),
+        ({"controller": Fixed(0.1)}, "begin at unlike times"),
+        ({"verify": 1}, "compare their results anyway"),
+        ({"scheme": "hierarchical"}, "fixed number of workers"),
+    ],
+)
+def test_what_elastic_rounds_cannot_obey_is_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        LocalStepsStrategy("topk", elastic=Elastic("127.0.0.1:1"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"rendezvous": "here"}, "give host and port"),
+        ({"min_workers": 0}, "use 1 or more"),
+        ({"timeout": 0}, "1 seconds or more"),
+        ({"grace": -1.0}, "0 seconds or more"),
+        ({"number": -1}, "begin with 0"),
+        ({"ports": (5, 4)}, "first and the last port"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Elastic(**({"rendezvous": "host:1"} | settings))
+
+
+def test_a_secret_is_not_shown() -> None:
+    assert "hidden" not in repr(Elastic("host:1", secret="hidden"))
+
+
+def test_a_roll_replaces_the_number_of_workers() -> None:
+    roll = Roll([Round(0, (0, 2)), Round(1, (0, 2))])
+    assert SimulatedLocalStepsStrategy(QSGD(4), roll=roll).workers == 2
+    for wrong in ({"roll": roll, "workers": 2}, {"roll": Roll()}, {"roll": Roll([Round(3, (0,))])}):
+        with pytest.raises(ValueError, match="begins with round 0"):
+            SimulatedLocalStepsStrategy(QSGD(4), **wrong)  # type: ignore[arg-type]

@@ -1,0 +1,161 @@
+"""Snapshots: bytes that are no code, damaged ones, strangers, and a worker's error handed over."""
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gc.local_steps import snapshot
+from lightning_gc.local_steps.rendezvous import Seal, host_and_port
+from lightning_gc.local_steps.snapshot import Door, Wire, from_bytes, to_bytes, visiting
+
+TREE = {
+    "a": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+    "b": {"c": [1, 2.5, None, True, "text"], "d": torch.zeros(0, 3), "e": torch.tensor(3)},
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[n], other[n]) for n in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def test_a_tree_comes_back() -> None:
+    assert same(from_bytes(to_bytes(TREE)), TREE)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, len(to_bytes(TREE)) - 1), st.integers(1, 255))
+def test_damaged_bytes_are_a_tree_or_refused(place: int, bits: int) -> None:
+    data = to_bytes(TREE)
+    data[place] ^= bits
+    with contextlib.suppress(ValueError):
+        assert isinstance(from_bytes(data), dict)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"t": ["float32", [1 << 40]]},
+        {"t": ["float32", [-1]]},
+        {"t": ["object", [1]]},
+        {"p": "os.system"},
+        {"v": [1]},
+        [1],
+    ],
+)
+def test_prepared_bytes_are_refused(text: Any) -> None:
+    said = json.dumps({"d": {"a": text}}).encode()
+    with pytest.raises(ValueError, match=r"shape|value|bytes"):
+        from_bytes(len(said).to_bytes(8, "big") + said)
+
+
+def test_what_is_no_plain_value_is_not_sent() -> None:
+    with pytest.raises(ValueError, match="cannot hold"):
+        to_bytes({"a": object()})
+    with pytest.raises(ValueError, match="complex64"):
+        to_bytes({"a": torch.zeros(1, dtype=torch.complex64)})
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    made = Door("127.0.0.1", (), Seal("secret"), 1 << 20, 5.0, lambda asked: {"asked": asked})
+    yield made
+    made.close()
+
+
+def test_a_visitor_with_the_secret_is_answered(door: Door) -> None:
+    there = host_and_port(door.address, "address")
+    with visiting(there, Seal("secret"), 1 << 20, 5.0) as wire:
+        for number in range(3):
+            wire.send({"number": number})
+            assert wire.receive() == {"asked": {"number": number}}
+
+
+def test_a_visitor_with_another_secret_is_sent_away(door: Door) -> None:
+    there = host_and_port(door.address, "address")
+    with visiting(there, Seal("another"), 1 << 20, 5.0) as wire:
+        wire.send({"ask": "snapshot"})
+        with pytest.raises(ConnectionError):
+            wire.receive()
+
+
+@contextlib.contextmanager
+def pair(most: int = 1 << 20) -> Iterator[tuple[Wire, Wire]]:
+    """Yield the two ends of a connection."""
+    one, other = socket.socketpair()
+    ends: list[Wire] = []
+    thread = threading.Thread(target=lambda: ends.append(Wire(other, Seal("s"), most, calls=False)))
+    thread.start()
+    caller = Wire(one, Seal("s"), most, calls=True)
+    thread.join()
+    with one, other:
+        yield caller, ends[0]
+
+
+def test_a_damaged_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = snapshot._receive
+
+    def damaged(link: socket.socket, number: int) -> bytearray:
+        data = receive(link, number)
+        if number > 100:
+            data[50] ^= 1
+        return data
+
+    monkeypatch.setattr(snapshot, "_receive", damaged)
+    with pair() as (caller, called):
+        caller.send({"a": torch.zeros(100)})
+        with pytest.raises(ValueError, match="damaged"):
+            called.receive()
+
+
+def test_a_message_that_is_sent_again_by_a_stranger_is_refused() -> None:
+    with pair() as (caller, called):
+        caller.send({"number": 1})
+        heard = called._link.recv(4096)
+        for _ in range(2):
+            caller._link.sendall(heard)
+        assert called.receive() == {"number": 1}
+        with pytest.raises(ValueError, match="damaged"):
+            called.receive()
+
+
+def test_a_message_that_is_too_long_is_not_read() -> None:
+    with pair(most=100) as (caller, called):
+        caller.send({"a": torch.zeros(100)})
+        with pytest.raises(ValueError, match="where 100 are possible"):
+            called.receive()
+
+
+def test_no_free_port_is_named() -> None:
+    first = Door("127.0.0.1", (), Seal(None), 100, 1.0, dict)
+    port = int(first.address.rpartition(":")[2])
+    with pytest.raises(OSError, match=r"Elastic\(ports=...\)"):
+        Door("127.0.0.1", (port,), Seal(None), 100, 1.0, dict)
+    first.close()
+
+
+def test_a_seal_is_for_its_place() -> None:
+    closed = Seal("secret").closed("report/0", "text").encode()
+    assert Seal("secret").opened("report/0", closed) == "text"
+    for seal, place in ((Seal("other"), "report/0"), (Seal("secret"), "report/1")):
+        with pytest.raises(ValueError, match="not signed"):
+            seal.opened(place, closed)
+
+
+@pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:70000"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="give host and port"):
+        host_and_port(address, "Elastic(rendezvous")
