@@ -44,7 +44,7 @@ class CompressedFSDP(ShardedStrategy):
     unit, each rank compresses its shard, and all compute with the same decoded weights. The owner
     of a shard keeps its exact weights, which the optimizer steps and checkpoints hold.
 
-    The LightningModule is that of Lightning's ``ModelParallelStrategy``, unchanged: it calls
+    The LightningModule for Lightning's ``ModelParallelStrategy`` does not change: it calls
     ``fully_shard(module, mesh=self.device_mesh["data_parallel"])`` in ``configure_model``. By name:
     ``strategy="compressed_fsdp"`` (``QSGD(bits=8)``), ``"compressed_fsdp_natural_compression"`` and
     so on. Untested on GPUs: see the page "FSDP".

@@ -100,7 +100,7 @@ class FSDPWorkers(ShardedWorkers):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameter name -> its shape, of which a rank keeps all errors."""
+        """Parameter name -> its full shape: a rank keeps errors of full parameters."""
         return {name: tuple(param.shape) for param, name in self.names.items()}
 
     def place(self) -> dict[str, int]:

@@ -60,7 +60,7 @@ class WeightDifferences(Settings):
 
 
 Weights = Compressor | WeightDifferences | str
-"""What ``weights=`` takes: a quantiser, its name, or ``WeightDifferences``."""
+"""A quantiser, its name, or ``WeightDifferences``: the argument ``weights``."""
 
 
 @dataclass(frozen=True)
