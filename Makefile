@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test quick check docs docs-tables tests faults soak gpu-check matrix release changelog \
+.PHONY: help demo vision tune-demo test quick check docs docs-tables tests faults soak soak-elastic gpu-check matrix release changelog \
 	catalogue bench-bytes bench-controllers bench-network bench-advice bench-scaling clean
 
 help: ## what can be made
@@ -60,6 +60,9 @@ faults: $(VENV)/.test ## plant deliberate faults, see which test finds each (an 
 
 soak: $(VENV)/.test ## random runs, random faults, restarts (a round takes about 5 s): ARGS="--rounds 1000 --out soak.jsonl"
 	$(BIN)/python -m tests.soak $(ARGS)
+
+soak-elastic: $(VENV)/.test ## elastic runs with random faults, each replayed (300 rounds take 8 minutes): ARGS="--rounds 60"
+	$(BIN)/python -m tests.soak.elastic $(ARGS)
 
 gpu-check: $(VENV)/.test ## everything that needs a GPU, skipped without one; writes gpu-check.txt: ARGS="--only 1 7"
 	$(BIN)/python -m tests.gpu $(ARGS)

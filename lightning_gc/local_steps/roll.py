@@ -519,6 +519,12 @@ class _Heard:
     at: float
 
 
+_OTHER_SETTINGS = (
+    "it has other settings than the run: compressor, memory, scheme, rounds, outer step, seed, "
+    "shapes of parameters, or version of torch. Give all workers the same ones"
+)
+
+
 class Keeper:
     """Decides on rounds, given reports and the time. It keeps no secret: members know all of it.
 
@@ -554,6 +560,7 @@ class Keeper:
         self._judged: set[tuple[int, int]] = set()
         self._requests: dict[str, int] = {}  # of founders
         self._refused: set[str] = set()
+        self._over: dict[str, int] = {}  # run -> round that none has begun
         self._since = math.nan  # when enough had come or asked
         self._called: Called | None = None
         self._serial = 0
@@ -578,9 +585,11 @@ class Keeper:
         if now < self._quiet_until:
             return []
         said: list[Entry] = list(self._numbers(now))
-        if self.run and not self._founders and not self._members(now):
-            self.run, self._called = "", None  # all have ended, or have died
+        if self.run and not self._founders and not any(map(self._keeps_up, self._members(now))):
+            self._over[self.run] = self.round  # all have ended, or have died
+            self.run, self._called = "", None
         if not self.run:
+            said += self._refuse_left_behind(now)
             self._resume(now)
         if not self.run:
             return [*said, *self._found(now)]
@@ -702,16 +711,28 @@ class Keeper:
             else:
                 yield Enter(report.token, report.request, self.run, _number(donor), donor.address)
 
-    def _refuse(self, reports: Sequence[Report]) -> Iterator[Entry]:
+    def _keeps_up(self, member: Report) -> bool:
+        """Return whether a member is in this round, or has yet to read how its last one ended."""
+        exchanging = member.phase in ("running", "done", "failed")
+        judged = (member.round, member.attempt) in self._judged
+        return member.round >= self.round or (exchanging and judged)
+
+    def _refuse_left_behind(self, now: float) -> Iterator[Entry]:
+        """Refuse workers that were away when a run ended: they would end with other weights."""
+        for report in self._living(now):
+            rounds = self._over.get(report.run, 0)
+            if report.run and report.round < rounds:
+                why = (
+                    f"the run has ended without it, after round {rounds - 1}; this worker was in "
+                    f"round {report.round}. Use the weights of another worker"
+                )
+                yield from self._refuse([report], why)
+
+    def _refuse(self, reports: Sequence[Report], why: str = _OTHER_SETTINGS) -> Iterator[Entry]:
         for report in reports:
             self._refused.add(report.token)
             self._heard.pop(report.token)
-            yield Refused(
-                report.token,
-                "it has other settings than the run: compressor, memory, scheme, rounds, outer "
-                "step, seed, shapes of parameters, or version of torch. Give all workers the same "
-                "ones",
-            )
+            yield Refused(report.token, why)
 
     def _is_current(self, report: Report) -> bool:
         """Return whether a worker has the common weights with which this round begins.

@@ -30,7 +30,7 @@ class Scheme(Settings, abc.ABC):
         cuts: tensors may be cut into shards, each with its own payload.
         scatters: each worker gets its own shard of each parameter's mean, as with FSDP, and what is
             sent dense goes through ``dense`` too.
-        waits: how often the scheme itself makes the host wait for an accelerator, for each tensor;
+        waits: how often the scheme itself makes the host wait for an accelerator, for each bucket;
             besides, every message whose lengths vary does so once.
     """
 

@@ -77,11 +77,12 @@ class Run:
 
 
 def declared(pair: Pair, workers: int) -> Waits:
-    """What compressor and scheme declare for a step of all workers."""
-    compressor, _ = pair
+    """What compressor and scheme declare for a step of all workers; a scheme may wait once."""
+    compressor, scheme = pair
     tensors = workers * sum(compressor.compresses(shape) for shape in SHAPES.values())
     each = waits_of_step(*pair, workers)
-    return Waits(tensors * each.least, tensors * each.limit)
+    again = 0 if scheme is None else (tensors - workers) * scheme.waits
+    return Waits(tensors * each.least - again, tensors * each.limit)
 
 
 def on_meta(tensor: Tensor) -> Tensor:

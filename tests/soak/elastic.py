@@ -47,6 +47,7 @@ class Seen:
         deaths: seconds from a kill to the next round without the victim.
         joins: seconds that a round with a joiner took longer than the median, as a share of it.
         repeated: rounds that were repeated.
+        late: workers that were away, or not there yet, when the run ended.
     """
 
     rounds: int = 0
@@ -55,6 +56,7 @@ class Seen:
     deaths: list[float] = field(default_factory=list)
     joins: list[float] = field(default_factory=list)
     repeated: int = 0
+    late: int = 0
 
 
 def _serve(port: int, roll: Path) -> None:
@@ -197,6 +199,9 @@ class Run:
             elif name not in self.gone:
                 lines = (self.folder / f"{name}.out").read_text().splitlines()
                 why = next((line for line in reversed(lines) if "Error" in line), "no error")
+                if "ended without it" in why or "has waited" in why:
+                    self.seen.late += 1
+                    continue
                 self.seen.problems.append(f"{name} failed, {process.exitcode}: {why[:300]}")
         if len({each["weights"] for each in ended.values()}) != 1:
             self.seen.problems.append(f"weights differ: {ended and list(ended)}")

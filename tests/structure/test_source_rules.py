@@ -22,6 +22,7 @@ from lightning_gc import compressors, memories, schemes, transports
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.base import JointCodec, JointCollective
 from lightning_gc.compressors.sparsifiers.sparse_codec import JointSelection
+from lightning_gc.compressors.wrappers.quantised import JointQuantised
 from lightning_gc.lightning.api import PRIVATE
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -74,7 +75,7 @@ def test_every_public_class_is_imported_by_its_package(package) -> None:
         for name, value in vars(loaded).items():
             if not inspect.isclass(value) or inspect.isabstract(value) or name.startswith("_"):
                 continue
-            joint = JointCodec | JointCollective | JointSelection  # made by PerParameter
+            joint = JointCodec | JointCollective | JointSelection | JointQuantised  # by PerParameter
             if issubclass(value, FAMILIES) and not issubclass(value, joint):
                 home = ".".join(value.__module__.split(".")[:2])
                 exported = vars(importlib.import_module(home))["__all__"]

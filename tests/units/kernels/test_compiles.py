@@ -31,6 +31,7 @@ POINTERS = {
     **{f"factor{i}": "fp32" for i in range(1, 5)},
 }  # fmt: skip
 FAMILIES = {
+    "segments": {"mean": "*fp32"},
     "levels": {"mean": "*fp32", "most": "*i32", "parts": "*i64"},
     "low_rank": {"before": "*fp32", "most": "fp32"},
     "sparse": {"before": "*i32", "positions": "*i32", "tiles": "i32"},

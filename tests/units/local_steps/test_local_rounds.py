@@ -43,6 +43,9 @@ class Alone:
     def end_round(self, common: Any) -> None:
         self.workers.end_round([])
 
+    def landed(self) -> None:
+        pass
+
     def check(self) -> None:
         pass
 

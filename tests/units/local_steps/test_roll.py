@@ -253,6 +253,25 @@ def test_one_worker_of_two_waits_for_another() -> None:
     assert world.rounds > before + 2
 
 
+def test_a_worker_that_was_away_when_the_run_ended_is_refused() -> None:
+    """With one that joins later it would go on to other weights under the same name."""
+    world = World(3)
+    world.go(5)
+    world.workers[0].frozen = True
+    world.go(5)
+    for worker in world.workers[1:]:
+        worker.member.leaves()
+        worker.report_to(world.keeper, world.now)
+        worker.left = True
+    refused: list[Do] = []
+    world.workers[0].do = lambda done, entry: refused.append(done)  # type: ignore[method-assign]
+    world.join()
+    world.workers[0].frozen = False
+    world.go(5)
+    assert refused[-1].what == "refused"
+    assert "ended without it, after round" in refused[-1].why
+
+
 def test_other_settings_are_refused() -> None:
     world = World(2)
     world.go(5)
