@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,16 +64,21 @@ class Regrouping:
         copies: list[tuple[Tensor, Tensor]] = []
         for names in self.layout:
             members = [pieces[name] for name in names]
-            flat = torch.cat(members)
-            copies += zip(members, flat.split([m.numel() for m in members]), strict=True)
+            sizes = [member.numel() for member in members]
+            dtype = functools.reduce(torch.promote_types, (each.dtype for each in members))
+            flat = members[0].new_empty(sum(sizes), dtype=dtype)
+            pairs = list(zip(members, flat.split(sizes), strict=True))
+            copies += pairs
+            # In order, not here: a flow before may still change what is held.
+            background.submit(_copying([(inside, held) for held, inside in pairs]), flat)
             background.submit(make_flow(flat, {name: known[name] for name in names}), flat)
-        background.submit(_copy_back(copies), self._held[0][0])
+        background.submit(_copying(copies), self._held[0][0])
         for grad, _, future in self._held:
-            background.submit(_copy_back([]), grad, future)
+            background.submit(_copying([]), grad, future)
         self._held.clear()
 
 
-def _copy_back(copies: Sequence[tuple[Tensor, Tensor]]) -> Flow:
+def _copying(copies: Sequence[tuple[Tensor, Tensor]]) -> Flow:
     """Copy each second tensor into the first, as a flow without requests, to run in order."""
     for there, here in copies:
         there.copy_(here)

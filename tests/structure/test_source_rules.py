@@ -75,7 +75,9 @@ def test_every_public_class_is_imported_by_its_package(package) -> None:
         for name, value in vars(loaded).items():
             if not inspect.isclass(value) or inspect.isabstract(value) or name.startswith("_"):
                 continue
-            joint = JointCodec | JointCollective | JointSelection | JointQuantised  # by PerParameter
+            joint = (
+                JointCodec | JointCollective | JointSelection | JointQuantised
+            )  # by PerParameter
             if issubclass(value, FAMILIES) and not issubclass(value, joint):
                 home = ".".join(value.__module__.split(".")[:2])
                 exported = vars(importlib.import_module(home))["__all__"]

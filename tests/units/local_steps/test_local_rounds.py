@@ -49,9 +49,6 @@ class Alone:
     def check(self) -> None:
         pass
 
-    def landed(self) -> None:
-        pass
-
 
 def rounds_of(module: nn.Module, every: int | GrowingRounds, **plan: Any) -> LocalRounds:
     workers = Workers(configure("a test", PerParameter(TopK(1.0)), NoMemory(), None, 0))
