@@ -27,7 +27,8 @@ LIMITS: dict[tuple[Compressor, int], tuple[int, float, int]] = {
     (gc.Int8(), 2): (6, 28.6, 0),
 }
 """Method and W -> operations of a bucket, bytes per element, waits of the host."""
-each = pytest.mark.parametrize(("compressor", "workers"), LIMITS, ids=repr)
+BY_DAY = {(gc.Cast(), 2), (gc.QSGD(4), 2), (gc.QSGD(4), 4), (gc.TopK(0.01), 2), (gc.Int8(), 2)}
+each = pytest.mark.parametrize("case", some(LIMITS, BY_DAY), ids=repr)
 
 
 def counted(compressor: Compressor, workers: int, parameters: int, numel: int) -> Counts:
@@ -36,10 +37,10 @@ def counted(compressor: Compressor, workers: int, parameters: int, numel: int) -
     return launches(by_default(compressor, 0), [shapes], workers)
 
 
-@each
-def test_a_bucket_starts_no_more(compressor: Compressor, workers: int) -> None:
-    most, nbytes, waits = LIMITS[compressor, workers]
-    found = counted(compressor, workers, 1, 1 << 14)
+@pytest.mark.parametrize("case", LIMITS, ids=repr)
+def test_a_bucket_starts_no_more(case: tuple[Compressor, int]) -> None:
+    most, nbytes, waits = LIMITS[case]
+    found = counted(*case, 1, 1 << 14)
     assert found.total <= most, found.launches
     assert found.bytes_per_element <= nbytes
     assert found.waits <= waits
@@ -48,17 +49,17 @@ def test_a_bucket_starts_no_more(compressor: Compressor, workers: int) -> None:
 @each
 @pytest.mark.parametrize("parameters", some((8, 64), (8,)))
 def test_as_many_for_any_number_of_parameters(
-    compressor: Compressor, workers: int, parameters: int
+    case: tuple[Compressor, int], parameters: int
 ) -> None:
-    numel = 1 << (10 if workers > 2 else 11)  # every shard has programs of its own
-    one, several = (counted(compressor, workers, number, numel) for number in (1, parameters))
+    numel = 1 << (10 if case[1] > 2 else 11)  # every shard has programs of its own
+    one, several = (counted(*case, number, numel) for number in (1, parameters))
     assert one.launches == several.launches
     assert one.waits == several.waits
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("compressor", "waits"),
-    some([(gc.TopK(1 / 16), 2), (gc.HardThreshold(1.0), 3)], []),
+    ("compressor", "waits"), [(gc.TopK(1 / 16), 2), (gc.HardThreshold(1.0), 3)], ids=repr
 )
 @pytest.mark.parametrize("parameters", [8, 64])
 def test_sparse_ranges_cost_no_operation_for_each_parameter(
