@@ -39,6 +39,7 @@ MEMORIES = {
     "topk_saef": Method("topk_saef", "topk", memory="saef"),
     "topk_step_ahead": Method("topk_step_ahead", "topk", memory="step_ahead"),
     "qsgd_diana": Method("qsgd_diana", "qsgd", memory="diana"),
+    "qsgd_loco": Method("qsgd_loco", "qsgd", memory="loco"),
 }
 METHODS = {
     name: Method(name) for name in sorted(COMPRESSORS, key=lambda name: (name != DENSE, name))

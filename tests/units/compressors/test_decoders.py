@@ -13,6 +13,7 @@ from lightning_gc import (
     HardThreshold,
     Identity,
     IndependentRandomMask,
+    Lossless,
     RandomK,
     RandomMask,
     SVDThreshold,
@@ -67,7 +68,7 @@ def test_tensors_too_short_too_long_too_many(codec: Codec) -> None:
                 continue  # likewise: their number is drawn
             if length >= 0:
                 other = torch.zeros(length, dtype=tensor.dtype)
-                with pytest.raises(ValueError, match=r"shapes|bitmap|positions of"):
+                with pytest.raises(ValueError, match=r"shapes|bitmap|positions of|damaged"):
                     decode(codec, (*payload[:i], other, *payload[i + 1 :]))
 
 

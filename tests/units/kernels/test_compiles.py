@@ -193,7 +193,14 @@ TARGETS = [
     *(("cuda", 70, 32), ("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32)),
     ("hip", "gfx942", 64),
 ]
-each_kernel = pytest.mark.parametrize(("operation", "name", "constants"), KERNELS)
+_FIRST = {name: index for index, (_, name, _) in reversed(list(enumerate(KERNELS)))}
+each_kernel = pytest.mark.parametrize(
+    ("operation", "name", "constants"),
+    [
+        pytest.param(*case, marks=[] if _FIRST[case[1]] == index else pytest.mark.nightly)
+        for index, case in enumerate(KERNELS)
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
