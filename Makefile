@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test quick check docs docs-tables tests faults soak soak-elastic gpu-check matrix release changelog \
+.PHONY: help demo vision tune-demo test quick check docs docs-tables kernels tests faults soak soak-elastic gpu-check matrix release changelog \
 	catalogue bench-bytes bench-controllers bench-network bench-advice bench-scaling clean
 
 help: ## what can be made
@@ -26,8 +26,8 @@ tune-demo: $(VENV)/.tune ## tune five methods by a study each, compare them fair
 	@mkdir -p runs/tune
 	@$(TUNE_DEMO) >runs/tune/second.log 2>&1 & second=$$!; $(TUNE_DEMO) && wait $$second
 
-test: $(VENV)/.test ## everything that CI runs; the first two keep one core busy each
-	@$(MAKE) --no-print-directory -j 2 -O check docs
+test: $(VENV)/.test ## everything that CI runs; the first three keep one core busy each
+	@$(MAKE) --no-print-directory -j 2 -O check docs kernels
 	@$(MAKE) --no-print-directory tests
 
 # Without processes, without the laws of every method, without tests that take seconds, and without
@@ -51,6 +51,9 @@ docs-tables: $(VENV)/.test ## write docs/tables/ anew, from what the classes dec
 	@mkdir -p docs/tables
 	@for table in $(TABLES); do $(BIN)/python -m lightning_gc list $$table --markdown \
 	  >docs/tables/$$table.part && mv docs/tables/$$table.part docs/tables/$$table.md || exit 1; done
+
+kernels: $(VENV)/.test # else each process of the tests compiles them
+	@$(BIN)/python -c "from lightning_gc.kernels import dispatch; dispatch.numba_in_words()"
 
 tests: $(VENV)/.test ## pytest in two processes; choose with ARGS="-k topk"
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

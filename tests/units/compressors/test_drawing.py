@@ -47,7 +47,9 @@ def test_each_step_draws_others_on_a_device(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(one & other) < 25 < len(one) == len(other)
 
 
-@pytest.mark.parametrize("numel", [17, 100, 1000, 65_537])
+@pytest.mark.parametrize(
+    "numel", [17, 100, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1000, 65_537))]
+)
 @pytest.mark.parametrize("by", ["key", "step"])
 def test_places_and_pairs_are_uniform(numel: int, by: str) -> None:
     """Chi-square of places, and of pairs of places, in eight bins; 4 standard deviations."""
