@@ -195,6 +195,7 @@ class ElasticExchange:
         compile_kernels(workers.first, device)
         self._seal = Seal(elastic.secret)
         self._still = threading.Lock()  # held while the common weights change
+        self._changing = False  # whether the training thread holds it
         self._inherited: list[tuple[int, Tree]] = []
         self._closed = False
         self._rounds: LocalRounds | None = None
@@ -402,7 +403,9 @@ class ElasticExchange:
         while True:
             done = self._until(("run", "commit", "repeat", "fetched"), what)
             if done.what == "run":
-                self._still.acquire()
+                if not self._changing:
+                    self._still.acquire()
+                    self._changing = True
                 self._attempt(done, sent)
             elif done.what == "commit":
                 self._finish(sent)
@@ -416,7 +419,8 @@ class ElasticExchange:
 
     def landed(self) -> None:
         """Serve snapshots again: the common weights have been taken over."""
-        if self._still.locked():
+        if self._changing:  # a thread of the door may hold the lock, too
+            self._changing = False
             self._still.release()
 
     def check(self) -> None:
@@ -452,7 +456,7 @@ class ElasticExchange:
             _log.warning(
                 "Round %d, attempt %d, of workers %s failed for worker %d after %.2f s: %s",
                 *(self._member.report.round, self._member.report.attempt, members, self.number),
-                *(time.monotonic() - began, str(error).splitlines()[0]),
+                *(time.monotonic() - began, str(error).partition("\n")[0]),
             )
         finally:
             if group is not None:
@@ -553,7 +557,8 @@ class ElasticExchange:
 
     def _inherit(self) -> list[int]:
         """Add the errors of those who have left to this worker's; return their numbers."""
-        inherited, self._inherited = self._inherited, []
+        with self._still:  # an error that was taken is in one of the lists
+            inherited, self._inherited = self._inherited, []
         for _, memory in inherited:
             self._workers.first.add_errors(
                 each_tensor(memory, lambda tensor: tensor.to(self._device))
@@ -601,11 +606,11 @@ class ElasticExchange:
         with suppress(RuntimeError, ValueError):
             self._settle()
         self.landed()
-        if failed and self._rounds is not None and self._member.report.run:
-            self._bequeath()
         with self._still:
             self._closed = True
-        self._inherit()
+        self._inherit()  # before the own error goes: the door takes no other one now
+        if failed and self._rounds is not None and self._member.report.run:
+            self._bequeath()
         self._member.leaves()
         self._line.say(self._member.report)
         self._line.close()

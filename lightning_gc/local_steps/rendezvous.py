@@ -233,7 +233,7 @@ class Line:
                 store = self.store(_STORE)
                 self._talk(store, store.add("slots", 1) - 1)
             except (RuntimeError, OSError, ValueError) as error:
-                self.trouble = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                self.trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
                 self._closed.wait(0.2)
 
     def _serve_if_nobody_does(self) -> None:
