@@ -1,4 +1,4 @@
-"""What ``Lossless`` takes of a gradient's bits, compared with the entropy, and how long it takes.
+"""Measure the bytes that ``Lossless`` sends of a gradient, beside the entropy, and its time.
 
 One thread. Gradients of three models after some steps of training, in three dtypes. Seconds are
 processor time, the least of several repeats, since other programs share the machine. The last
@@ -22,7 +22,7 @@ from lightning_gc import Lossless
 from lightning_gc.core.bucket import Bucket
 
 DTYPES = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
-"""Of a dtype the bits of mantissa."""
+"""Dtype -> bits of its mantissa."""
 
 
 def gradient(name: str, steps: int) -> Tensor:

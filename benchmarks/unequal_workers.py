@@ -6,8 +6,8 @@
 Three workers train the small transformer of ``papers/``. The target is the loss of equal H after
 ``ROUNDS`` rounds. The other arms get several shares of its time, each with a cosine of rates over
 its own steps. The time to the target is where the line through their losses crosses it. Predicted:
-simulated workers with ``speeds=``, and the seconds of their clock. Real: three processes over Gloo,
-of which two are slowed. Each step is padded by ``time.sleep``, to 0.3 s on worker 0 and to 0.6 s on
+simulated workers with ``speeds=``, and the seconds of their clock. Real: three processes over Gloo.
+Two of them are slowed. Each step is padded by ``time.sleep``, to 0.3 s on worker 0 and to 0.6 s on
 the others.
 """
 

@@ -309,7 +309,7 @@ class LossScaling:
         self.forget()
 
     def revoke(self) -> None:
-        """Roll this round back, whatever its result; it is to be repeated."""
+        """Roll this round back even if its result was finite, since workers will repeat it."""
         for live, copy in self._before:
             live.copy_(copy)
         self.forget()

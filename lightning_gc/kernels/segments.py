@@ -147,8 +147,8 @@ def table_of(places: Sequence[tuple[int, int, int, int]], device: torch.device) 
         device: of the bucket.
 
     Returns:
-        Of each piece the parameter's index, first element, end, and the first element's place
-        elsewhere.
+        Rows with a column for each piece: the parameter's index, the first element, the end, and
+        the first element's place elsewhere.
     """
     rows = [
         (index, start, min(start + PIECE, end), place + start - begin)

@@ -380,7 +380,7 @@ class LocalSteps(LocalHooks, RealWorker):
         min_numel: as for ``CompressedDDPStrategy``.
         moments: ``InnerMoments()`` averages moments of the optimizers too, every few rounds. None:
             each worker keeps its own.
-        elastic: where workers meet that may die, leave and join. Each is a job of its own then,
+        elastic: where workers meet that may die, leave and join. Each is then a separate job,
             with ``Trainer(devices=1, num_nodes=1, max_steps=...)``.
         ddp_kwargs: as for Lightning's ``DDPStrategy``, but not what is for its wrapper:
             ``start_method``, ``process_group_backend``, ``timeout``, ...
@@ -520,7 +520,7 @@ class LocalSteps(LocalHooks, RealWorker):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """As Lightning's; every elastic worker shuffles the data in an order of its own."""
+        """As Lightning's; every elastic worker shuffles the data in another order."""
         given: dict[str, Any] = super().distributed_sampler_kwargs
         if self._exchange is None:
             return given

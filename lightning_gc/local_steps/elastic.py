@@ -120,7 +120,7 @@ class Elastic(Settings):
 
 
 class Loop(Protocol):
-    """What an elastic worker needs of the training loop that it is in."""
+    """The parts of its training loop that an elastic worker needs."""
 
     @property
     def steps(self) -> int:
@@ -139,7 +139,7 @@ _ERROR = Record({"ask": TEXT, "run": TEXT, "number": WHOLE, "memory": Each(Each(
 
 @dataclass
 class _Sent:
-    """What is exchanged in a round, to be sent once for each attempt."""
+    """A tensor that is exchanged in a round, and sent again in each attempt."""
 
     make: Callable[[], tuple[Flow, Tensor]]
     result: Tensor
@@ -305,7 +305,7 @@ class ElasticExchange:
             loop: that it is in.
         """
         self._rounds, self._loop = rounds, loop
-        # If another worker has the number, the error of the checkpoint is that worker's.
+        # If another worker has the number, the checkpoint has that worker's error.
         step = self._workers.first.step
         self._belongs = self._resumed = step > 0 and self._wanted in (None, self.number)
         self._first = loop.steps - rounds.position
@@ -545,7 +545,7 @@ class ElasticExchange:
                     if fits:
                         self._inherited.append((asked["number"], asked["memory"]))
                 return {"taken": fits}
-        raise ValueError(f"{str(asked)[:60]} is no question.")
+        raise ValueError(f"{str(asked)[:60]} is not a question that a worker answers.")
 
     def _snapshot(self) -> Tree:
         """Return copies of all that a worker needs to begin where this one is."""

@@ -40,7 +40,7 @@ from lightning_gc.local_steps.unequal import Clock, Share, Unequal, WallClock
 ROUNDS, MODULE = "local_steps", "module"
 """Names in checkpoints: of the state of rounds, and of a module that nothing else saves."""
 EQUAL = Unequal(pace="equal", weigh="equal")
-"""All workers make all steps, and count alike."""
+"""All workers make all steps, and have equal weights in the mean."""
 LOST_IN_A_ROW = 10
 """Exchanges that may be lost one after the other before the run stops."""
 

@@ -206,7 +206,7 @@ class Line:
             self._awaited.clear()
 
     def store(self, timeout: timedelta) -> Store:
-        """Return a connection of its own to the store; RuntimeError if it cannot be had."""
+        """Return a new connection to the store; RuntimeError if nobody answers."""
         return TCPStore(self.host, self.port, is_master=False, timeout=timeout)
 
     def close(self, wait: float = 2.0) -> None:
@@ -268,7 +268,7 @@ class Line:
         term, _, said = self._seal.opened("head", store.get("head")).partition(" ")
         oldest = max(0, int(said) - KEPT + 1)
         if term != self._term:
-            # What a restarted keeper has said is for those who were there before.
+            # A restarted keeper speaks to those who were there before.
             self._cursor = 0 if self._term else int(said)
         self._term, self._cursor = term, max(self._cursor, oldest)
 

@@ -49,7 +49,7 @@ class Entrance:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker says of itself. Each report holds all of it, so that the last one suffices.
+    """A worker's description of itself. Each report holds all of it, so that the last one suffices.
 
     Attributes:
         token: a random name of the process.
@@ -373,7 +373,7 @@ def entry_of(text: str) -> Entry:
 
 @dataclass(frozen=True)
 class Do:
-    """What a worker has to do after an entry of the log.
+    """An action that an entry of the log demands of a worker.
 
     Attributes:
         what: ``"number"``: it has a number. ``"fetch"``: take the snapshot at ``address``;

@@ -77,7 +77,7 @@ def snapshot_of(rounds: LocalRounds, engine: Engine) -> Tree:
 
 
 def check_snapshot(tree: Any, engine: Engine, shapes: Shapes) -> None:
-    """Raise ValueError if a tree is no snapshot for this model and compressor."""
+    """Raise ValueError if a tree is not a snapshot for this model and compressor."""
     _SNAPSHOT.check(tree, "snapshot")
     found = {name: tuple(each.shape) for name, each in tree["weights"].items()}
     if found != dict(shapes):
@@ -144,7 +144,7 @@ def to_bytes(tree: Tree) -> bytearray:
 
 
 def from_bytes(data: bytes | bytearray) -> Any:
-    """Return the tree of ``to_bytes``; ValueError if the bytes are no tree."""
+    """Return the tree of ``to_bytes``; ValueError if the bytes are not a tree."""
     length = int.from_bytes(data[:8], "big")
     if not 0 < length <= min(MAX_HEADER, len(data) - 8):
         raise ValueError(f"{len(data):,} bytes cannot have a text of {length:,} bytes.")
@@ -196,7 +196,7 @@ class _Decoder:
 
     def _tensor(self, dtype: torch.dtype, shape: list[Any]) -> Tensor:
         if not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"{str(shape)[:60]} is no shape.")
+            raise ValueError(f"{str(shape)[:60]} is not a shape.")
         start, self.at = self.at, self.at + math.prod(shape) * dtype.itemsize
         if self.at > len(self._data):
             raise ValueError(
@@ -262,11 +262,11 @@ class Wire:
 
 
 class Door:
-    """Answers other workers, in threads of its own; the training thread does not wait for them.
+    """Answers other workers, in separate threads; the training thread does not wait for them.
 
     Args:
         host: address that others reach this machine by.
-        ports: of which the first free one is taken; empty: any.
+        ports: the first free one is taken; empty: any.
         seal: with the shared secret.
         most: bytes of a request that are accepted.
         timeout: seconds of silence after which a visitor is given up.

@@ -36,7 +36,7 @@ class LoCo(Memory):
 
     Reference:
         Xie, Lin, Toh and Zhou, "LoCo: Low-Bit Communication Adaptor for Large-scale Model
-        Training", 2024. Formula and defaults are those of DeepSpeed's ``zeropp_loco_param``. Its
+        Training", 2024. Formula and defaults follow DeepSpeed's ``zeropp_loco_param``. Its
         errors are float16. There and in the paper errors are rounded to the nearest.
     """
 

@@ -71,7 +71,7 @@ class BlockwiseCodes(Codec):
 
     @property
     def in_kernels(self) -> BlockCode | None:
-        """What kernels of whole buckets need to know; None: torch codes each parameter."""
+        """The code as kernels of whole buckets read it; None: torch codes each parameter."""
         return None
 
     @property

@@ -236,7 +236,7 @@ class JointQuantised(Codec):
     """Choose elements in each part, and send their values and positions in one payload.
 
     The payload consists of the quantiser's payload for the values of all parts, and of coded
-    positions in the bucket. Elements and mean are those of separate payloads.
+    positions in the bucket. Separate payloads would have the same elements and mean.
 
     Args:
         parts: ascending. Their codecs are ``Quantised``, with fixed numbers of elements and equal

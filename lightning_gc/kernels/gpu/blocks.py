@@ -237,7 +237,7 @@ def average_blocks(
     LEVELS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write a tile of the mean of ``workers`` payloads, from that of the program's second index."""
+    """Write a tile of the mean of ``workers`` payloads; the second index is the first payload's."""
     tile = tl.program_id(0)
     sender = tl.program_id(1)
     out += sender.to(tl.int64) * out_apart

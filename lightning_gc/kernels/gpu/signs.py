@@ -105,7 +105,7 @@ def coins_of(key, step, places):
 PLACE, START, LIMIT, ROW, STOP, BYTE, PART, RANK, PIECES, NUMEL, SHARD, FIRST, KEY = map(
     tl.constexpr, range(13)
 )
-"""Rows of ``Table.pieces``; the first four are those of ``kernels.segments.table_of``."""
+"""Rows of ``Table.pieces``; ``kernels.segments.table_of`` has the first four, too."""
 
 
 @triton.jit

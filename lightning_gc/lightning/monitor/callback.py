@@ -90,7 +90,7 @@ class Monitor(EitherLightning):
     Local steps: bytes and ``ratio`` count all steps. An exchange is logged at the end of the first
     round that contains a logging step. FSDP over all ranks: ``dense_bytes`` count a reduce-scatter,
     half of DDP's bytes, and every exchanged micro-batch counts as a step. With ``weights`` both
-    ``wire_bytes`` and ``dense_bytes`` count all-gathers too, also those of a validation.
+    ``wire_bytes`` and ``dense_bytes`` count all-gathers too, also during validation.
 
     TensorBoard gets three pages, each without touching what the user writes there:
 

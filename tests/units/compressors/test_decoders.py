@@ -66,7 +66,7 @@ def test_tensors_too_short_too_long_too_many(codec: Codec) -> None:
                 continue  # likewise: no triplet
             unused = (i, length) == (0, tensor.numel() + 1)  # an exponent that no element has
             if isinstance(codec, Lossless) and (unused or (i in (1, 4) and length == 0)):
-                continue  # likewise; or no low bits
+                continue  # other numbers again, without low bits
             if isinstance(codec, IndependentRandomMask) and i == 0 and length <= X.numel():
                 continue  # likewise: their number is drawn
             said = r"shapes|bitmap|positions of"

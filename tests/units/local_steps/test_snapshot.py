@@ -1,4 +1,4 @@
-"""Snapshots: bytes that are no code, damaged ones, strangers, and a worker's error handed over."""
+"""Snapshots: bytes that run nothing, damaged ones, strangers, and a worker's error handed over."""
 
 import contextlib
 import json
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gc.local_steps import snapshot
+from lightning_gc.local_steps.elastic import ElasticExchange
 from lightning_gc.local_steps.rendezvous import Seal, host_and_port
 from lightning_gc.local_steps.snapshot import Door, Wire, from_bytes, to_bytes, visiting
 
@@ -159,3 +160,12 @@ def test_a_seal_is_for_its_place() -> None:
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="give host and port"):
         host_and_port(address, "Elastic(rendezvous")
+
+
+def test_a_worker_lets_go_of_no_lock_that_its_door_holds() -> None:
+    """The door copies a snapshot while the training thread ends a round that it never began."""
+    exchange = object.__new__(ElasticExchange)
+    exchange._still, exchange._changing = threading.Lock(), False
+    with exchange._still:
+        exchange.landed()
+        assert exchange._still.locked()
