@@ -53,7 +53,7 @@ docs-tables: $(VENV)/.test ## write docs/tables/ anew, from what the classes dec
 	  >docs/tables/$$table.part && mv docs/tables/$$table.part docs/tables/$$table.md || exit 1; done
 
 kernels: $(VENV)/.test # else each process of the tests compiles them
-	@$(BIN)/python -c "from lightning_gc.kernels import dispatch; dispatch.numba_in_words()"
+	@$(BIN)/python -c "import tests.support.preload"
 
 tests: $(VENV)/.test ## pytest in two processes; choose with ARGS="-k topk"
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

@@ -42,8 +42,8 @@ class ModuleHook:
     """Calls ``act`` for the module that it is registered with, and for no copy of that module.
 
     A module's hooks are part of the module: ``copy.deepcopy``, ``pickle`` and ``torch.save`` take
-    them along. What we register holds a process group and a thread, which cannot be copied and
-    belong to one module. So a copy of this object holds nothing, and nothing of ours is in a file.
+    them along. Our hook holds a process group and a thread, which cannot be copied and belong to
+    one module. So a copy of this object holds nothing, and nothing of ours is in a file.
 
     Torch registers no communication hook with the reducer of a copied ``DistributedDataParallel``.
     The copy therefore averages uncompressed gradients over the default process group, and

@@ -31,7 +31,7 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
         from lightning_gc.kernels.gpu import tensors as gpu
 
         gpu.accumulate(out, positions, values, scale)
-    elif compiled(out) and values.dtype == out.dtype and values.is_contiguous():
+    elif compiled(out, "sparse") and values.dtype == out.dtype and values.is_contiguous():
         from lightning_gc.kernels.host import sparse
 
         sparse.add(out, positions.contiguous(), values, scale)

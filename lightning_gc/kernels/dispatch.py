@@ -30,15 +30,19 @@ def fused(tensor: Tensor) -> bool:
     return interpreted and tensor.device.type == "cpu" and _found()
 
 
-def compiled(tensor: Tensor) -> bool:
+def compiled(tensor: Tensor, family: str) -> bool:
     """Return whether numba's kernels are used for ``tensor``, ``(numel,)``.
 
     They are used for float32 on the host if numba can be imported (the extra ``fast`` installs it)
-    and all kernels give torch's bits in a self-test; those of low rank give them up to rounding. If
-    one fails, torch is used and a warning is given.
+    and the family's kernels give torch's bits in a self-test; those of low rank give them up to
+    rounding. If one fails, torch is used and a warning is given.
+
+    Args:
+        tensor: on any device.
+        family: a module of ``kernels.host``.
     """
     suitable = tensor.dtype == torch.float32 and tensor.is_contiguous()
-    return suitable and tensor.device.type == "cpu" and tensor.numel() > 0 and _numba_works()
+    return suitable and tensor.device.type == "cpu" and tensor.numel() > 0 and _numba_works(family)
 
 
 def family(name: str, tensor: Tensor) -> ModuleType:
@@ -67,8 +71,11 @@ def in_words(device: torch.device) -> str:
 
 
 def numba_in_words() -> str:
-    """Return whether numba's kernels are used on the host; tests them."""
-    return "used" if _numba_works() else "not used"
+    """Return whether numba's matrix products are used on the host; tests them.
+
+    The other families give torch's bits, so workers may differ in them.
+    """
+    return "used" if _numba_works("low_rank") else "not used"
 
 
 def _one(device: torch.device) -> Tensor:
@@ -76,17 +83,17 @@ def _one(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _numba_works() -> bool:
-    """Test all kernels, once."""
+def _numba_works(family: str) -> bool:
+    """Test a family's kernels, once: compiling all families takes half a minute."""
     if find_spec("numba") is None:
         return False
     try:
         from lightning_gc.kernels.host import self_test
 
-        self_test()
+        self_test(family)
     except Exception as error:  # any exception of a compiler, or of a folder that cannot be written
         warnings.warn(
-            f"numba's kernels do not run here ({type(error).__name__}: {error}); torch's "
+            f"numba's kernels of {family} do not run here ({type(error).__name__}: {error}); torch's "
             f"operations are used instead, with the same results in more time.",
             stacklevel=2,
         )

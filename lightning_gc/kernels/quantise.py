@@ -72,7 +72,7 @@ def quantise(
 
 def largest(buffer: Tensor, block_size: int) -> Tensor:
     """Return the largest magnitude of each block, ``(ceil(numel / block_size),)``."""
-    if compiled(buffer):
+    if compiled(buffer, "levels"):
         from lightning_gc.kernels.host import levels as host
 
         return host.largest(buffer, block_size)
@@ -93,7 +93,7 @@ def _rows_largest(blocks: Tensor) -> Tensor:
 def in_one_pass(flat: Tensor, norms: Tensor, block_size: int, bits: int) -> bool:
     """Return whether numba's kernels can take these tensors; they do not check indices."""
     whole = norms.shape == (-(-flat.numel() // block_size),)
-    return whole and bits <= 8 and compiled(flat) and compiled(norms)
+    return whole and bits <= 8 and compiled(flat, "levels") and compiled(norms, "levels")
 
 
 def pieces(tensor: Tensor, block_size: int, bits: int) -> Iterator[tuple[slice, slice]]:
@@ -247,7 +247,7 @@ def round_to_bfloat16(buffer: Tensor) -> Tensor:
         >>> round_to_bfloat16(error), error
         (tensor([1., 1.], dtype=torch.bfloat16), tensor([0.0000, 0.0010]))
     """
-    if compiled(buffer):
+    if compiled(buffer, "tensors"):
         from lightning_gc.kernels.host import tensors as host
 
         return host.round_to_bfloat16(buffer)
@@ -266,7 +266,7 @@ def add_bfloat16(out: Tensor, values: Tensor, scale: float) -> None:
         tensor([1.5000, 2.0000])
     """
     same = values.dtype == torch.bfloat16 and values.shape == out.shape
-    if same and compiled(out) and values.is_contiguous():
+    if same and compiled(out, "tensors") and values.is_contiguous():
         from lightning_gc.kernels.host import tensors as host
 
         host.add_bfloat16(out, values, scale)

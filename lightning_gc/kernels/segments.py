@@ -35,7 +35,7 @@ def peaks(flat: Tensor, segments: Segments, work: Workspace | None = None) -> Te
         from lightning_gc.kernels.gpu import segments as gpu
 
         return gpu.peaks(flat, segments, work or Workspace(segments))
-    if compiled(flat):
+    if compiled(flat, "segments"):
         from lightning_gc.kernels.host import segments as host
 
         return host.peaks(flat, segments)

@@ -247,7 +247,7 @@ class CommonBuffers:
 
     Parameters that are not trained are like buffers from the exchange on before which they have
     first changed on some worker: a mean teacher's are averaged, a frozen backbone's are neither
-    kept nor sent. Of each of these one number is sent, whether it has changed.
+    kept nor sent. One number for each of these is sent: whether it has changed.
 
     A buffer that a worker lacks, or has in another shape than at the beginning, counts as unchanged
     there and is left alone; so is a new one.

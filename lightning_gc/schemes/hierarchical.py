@@ -42,7 +42,7 @@ class Hierarchical(NodeScheme):
 
     Communication pattern:
         Three all-to-alls, in which workers that are neither neighbours nor counterparts send each
-        other nothing. Of a tensor of n elements and a payload of P bytes, each worker sends
+        other nothing. A tensor has n elements and a payload of P bytes. Each worker sends
         ``(L−1)/L·4n`` bytes to its neighbours, twice, and ``(R−1)·P/L`` to other nodes. Only the
         latter count as its wire bytes, with lengths of 8 bytes for each tensor and worker; the
         monitor shows the former as ``node_bytes``.

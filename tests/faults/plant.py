@@ -38,6 +38,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "site")
 """Not copied: what is made from the sources, and everything hidden."""
 
+KERNELS = Path("lightning_gc") / "kernels" / "host"
+"""numba's kernels: compiling them would take most of a fault's time."""
+
 LONGEST = 900.0
 """Seconds after which the tests of one fault are given up."""
 
@@ -83,6 +86,10 @@ def copied(tree: Path) -> Iterator[Path]:
             link = copy.joinpath(*name.split("."))
             if name and not link.exists():
                 link.symlink_to(copy / place, target_is_directory=True)
+        for compiled in (tree / KERNELS / "__pycache__").glob("*.nb[ci]"):
+            place = copy / compiled.relative_to(tree)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copy2(compiled, place)
         yield copy
 
 
@@ -153,6 +160,8 @@ def examine(fault: Fault, tree: Path, timeout: float) -> Result:
         try:
             for file, text in changed_files(fault, copy).items():
                 (copy / file).write_text(text, encoding="utf-8")
+                if (copy / file).is_relative_to(copy / KERNELS):  # numba asks for no callee's file
+                    shutil.rmtree(copy / KERNELS / "__pycache__", ignore_errors=True)
         except CannotPlant as error:
             return Result(fault, "CANNOT PLANT", said=str(error))
         codes: list[int | None] = []

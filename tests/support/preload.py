@@ -1,5 +1,7 @@
 """What the fork server imports once for all worker processes."""
 
+import pkgutil
+
 import hypothesis
 import optuna
 import pytest
@@ -13,7 +15,7 @@ import lightning_gc.bench.benchmark
 import lightning_gc.testing.contracts
 import tests.support.resuming
 import tests.support.simulation
-from lightning_gc.kernels import dispatch
+from lightning_gc.kernels import dispatch, host
 
 __all__ = ["event_accumulator", "hypothesis", "lightning_gc", "optuna", "pytest", "tests", "torch"]
 __all__ += ["pytorch_lightning"]
@@ -22,5 +24,6 @@ __all__ += ["pytorch_lightning"]
 # Threads do not survive a fork, so the test uses one.
 _threads = torch.get_num_threads()
 torch.set_num_threads(1)
-dispatch.numba_in_words()
+for _family in pkgutil.iter_modules(host.__path__):
+    dispatch.compiled(torch.ones(1), _family.name)
 torch.set_num_threads(_threads)

@@ -146,7 +146,7 @@ class JointBlocks(JointCodec):
         table = self.table(buffer)
         if table is not None:
             return table.encode(buffer, bucket.pending)
-        if compiled(buffer) and self.codec.in_kernels.kind != "book":
+        if compiled(buffer, "blocks") and self.codec.in_kernels.kind != "book":
             return self._host_table.encode(buffer)
         return super().encode(buffer, bucket)
 
@@ -154,7 +154,7 @@ class JointBlocks(JointCodec):
         self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
     ) -> None:
         table = self.table(out)
-        if table is None and not compiled(out):
+        if table is None and not compiled(out, "blocks"):
             super().receive_all(payloads, out, bucket, averaged=averaged)
             return
         self.check(payloads, bucket, averaged=averaged)
@@ -164,7 +164,7 @@ class JointBlocks(JointCodec):
             self._host_table.add(payloads, out, 1 / len(payloads), fresh=True)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        if compiled(out):
+        if compiled(out, "blocks"):
             self._host_table.add([payload], out, scale, fresh=False)
         else:
             super().decode(payload, out, scale, bucket)
@@ -346,7 +346,7 @@ class JointLevels(JointCodec):
         return self.codec.norm == "max" and fused(flat)
 
     def _compiled(self, flat: Tensor) -> bool:
-        return self.codec.norm == "max" and self.codec.bits <= 8 and compiled(flat)
+        return self.codec.norm == "max" and self.codec.bits <= 8 and compiled(flat, "levels")
 
     @functools.cached_property
     def _host_table(self) -> HostTable:

@@ -59,7 +59,7 @@ class Cast(Codec):
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         one_round = scheme is not None and scheme.joint(bucket.workers) == "parts"
-        return one_round and (fused(buffer) or (self.dtype == "bfloat16" and compiled(buffer)))
+        return one_round and (fused(buffer) or (self.dtype == "bfloat16" and compiled(buffer, "casts")))
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if bucket.pending is not None:

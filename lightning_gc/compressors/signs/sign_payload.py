@@ -82,7 +82,7 @@ class JointSigns(JointCodec):
             kernels.average(payloads, out, bucket.pending)
 
     def _kernels(self, flat: Tensor, shards: int = 1) -> ShardKernels | None:
-        if fused(flat) or compiled(flat):
+        if fused(flat) or compiled(flat, "signs"):
             return self._made(family("signs", flat), flat.device, shards)
         return None
 
@@ -124,7 +124,7 @@ def mean(numbers: Tensor, count: int | Tensor) -> Tensor:
     if not numbers.numel():
         return numbers.new_zeros((), dtype=torch.float32)
     share = signs.share_of(int(count))
-    if compiled(numbers):
+    if compiled(numbers, "signs"):
         from lightning_gc.kernels.host import signs as host
 
         return host.mean(numbers, share)

@@ -68,8 +68,8 @@ class FixedProportion(DensitySparsifier, Codec):
 
         On a side of n elements, let A be the sum of the k greatest. Sending them takes A²/k out of
         the side's squared norm. That norm is greatest where one has A and the others nothing, A²,
-        or where all have A/k, n·A²/k²; so they take 1/k of it or k/n. Of the share k/n rounding
-        leaves ⅔ at least.
+        or where all have A/k, n·A²/k²; so they take 1/k of it or k/n. Rounding leaves at least ⅔ of
+        the share k/n.
         """
         k = max(1, self.count(numel))
         return Contraction(min(1 / k, _LEAST * self.density))

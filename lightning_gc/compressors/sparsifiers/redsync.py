@@ -21,7 +21,7 @@ class RedSync(ThresholdEstimator):
     """Send elements beyond a threshold between mean and maximum, found by bisection.
 
     The threshold is ``mean + r·(max − mean)`` of magnitudes; r is bisected in 0..1 until k to 2·k
-    elements reach it, or the interval is shorter than ``tolerance``. What is below the mean is
+    elements reach it, or the interval is shorter than ``tolerance``. Elements below the mean are
     never sent, so on heavy tails a large ``density`` is not reached.
 
     Args:

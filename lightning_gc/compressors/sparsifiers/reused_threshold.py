@@ -28,7 +28,7 @@ class ReusedThreshold(DensitySparsifier, SparseCodec):
     steps. So τ is used for one step at first, then each time for a quarter longer than before (at
     least for one step longer), up to N steps, which 1,000 are after some 4,000 steps; and so again
     when the density has changed. With the same gradients and N = 1000, steps 0 to 9 sent 2.1 times
-    k, steps 10 to 99 1.4, steps 100 to 999 1.1. What is sent is not limited.
+    k, steps 10 to 99 1.4, steps 100 to 999 1.1. The number sent has no limit.
 
     Args:
         density: share of elements sent when a threshold is found, in (0, 1]. Lower means more

@@ -275,7 +275,7 @@ class TableSelection(JointSelection):
         return sparse.count(buffer, *of)
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
-        if compiled(buffer):
+        if compiled(buffer, "sparse"):
             from lightning_gc.kernels.host import sparse
 
             return sparse.choose(buffer, self.selection, bucket.step)
@@ -293,7 +293,7 @@ class TableSelection(JointSelection):
             from lightning_gc.kernels.gpu import sparse
 
             return sparse.encode(buffer, self.selection, self.sent_dtype, bucket.pending)
-        if compiled(buffer) and self.sent_dtype == buffer.dtype:
+        if compiled(buffer, "sparse") and self.sent_dtype == buffer.dtype:
             from lightning_gc.kernels.host import sparse as host
 
             return host.encode(buffer, self.selection, bucket.step)
@@ -347,7 +347,7 @@ def taken(buffer: Tensor, indices: Tensor, dtype: torch.dtype = torch.float32) -
     float32 they keep the buffer's dtype.
     """
     narrow = dtype not in (torch.float32, buffer.dtype)
-    if compiled(buffer):
+    if compiled(buffer, "sparse"):
         from lightning_gc.kernels.host import sparse
 
         values = sparse.take(buffer, indices)  # (k,) buffer.dtype
@@ -365,7 +365,7 @@ def taken(buffer: Tensor, indices: Tensor, dtype: torch.dtype = torch.float32) -
 
 def code(indices: Tensor, numel: int, like: Tensor) -> Tensor:
     """Return ascending positions below ``numel``, coded; ``like`` has elements on their device."""
-    if fused(like) or compiled(like):
+    if fused(like) or compiled(like, "sparse"):
         coded: Tensor = family("sparse", like).code(indices, numel)
         return coded
     return elias_fano.encode(indices, numel)
@@ -388,7 +388,7 @@ def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
     values, coded = payload
     chosen = values.numel()
     payload_validation.lengths(payload, chosen, elias_fano.coded_bytes(chosen, numel))
-    if compiled(values):
+    if compiled(values, "sparse"):
         from lightning_gc.kernels.host import sparse
 
         positions = sparse.places(coded, chosen, numel)

@@ -505,8 +505,8 @@ class Replicas:
 
     The module's tensors are pointed at the worker's own; nothing is copied. Costs W times weights,
     gradients and optimizer state. What optimizers keep in their parameter groups, such as a
-    learning rate, is common to all workers. Of a buffer that a worker registers or resizes the next
-    one gets a copy: they share what else the module knows of it.
+    learning rate, is common to all workers. If a worker registers or resizes a buffer, the next
+    one gets a copy. They share what else the module knows of it.
 
     Args:
         module: its weights and buffers are what all workers start with.

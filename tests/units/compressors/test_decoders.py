@@ -135,7 +135,7 @@ def test_hard_threshold_sends_what_is_not_a_number() -> None:
 def test_on_a_device_the_result_is_spoilt_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """There nothing can be raised without waiting: indices are moved, values become NaN."""
     monkeypatch.setattr(payload_validation, "on_host", lambda tensor: False)
-    monkeypatch.setattr(dispatch, "_numba_works", lambda: False)
+    monkeypatch.setattr(dispatch, "_numba_works", lambda family: False)
     for places in ([3, 50, 127], [3, 3, 50], [3, 2, 60], [50, 3, 60]):
         out = decode(TopK(0.03), (torch.ones(3), encode(torch.tensor(places), 100)))
         assert out.isnan().any()

@@ -1,5 +1,6 @@
 """numba's kernels match torch bit for bit; one that does not is not used."""
 
+import pkgutil
 import warnings
 from importlib.util import find_spec
 
@@ -29,7 +30,7 @@ from lightning_gc.compressors.base import Codec, Part
 from lightning_gc.compressors.signs.sign_payload import mean
 from lightning_gc.core import Bucket, payload_validation
 from lightning_gc.core.bit_packing import packed_bytes
-from lightning_gc.kernels import dispatch, quantise
+from lightning_gc.kernels import dispatch, host, quantise
 from tests.support.bucket_kernels import KINDS, LAYOUTS, assert_same_bits, train
 from tests.support.kernel_device import INTERPRETED, same, some, tensors
 
@@ -37,16 +38,17 @@ pytestmark = [
     pytest.mark.skipif(find_spec("numba") is None, reason="needs the extra fast: numba"),
     pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter comes first"),
 ]
+FAMILIES = [found.name for found in pkgutil.iter_modules(host.__path__)]
 SIZES = [1, 7, 8, 2047, 2048, 2 * 2048 + 13, 70_000]
 
 
 @pytest.fixture(autouse=True)
 def there() -> None:
-    assert dispatch.compiled(torch.ones(1))
+    assert all(dispatch.compiled(torch.ones(1), family) for family in FAMILIES)
 
 
 def without_numba(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(dispatch, "_numba_works", lambda: False)
+    monkeypatch.setattr(dispatch, "_numba_works", lambda family: False)
     return monkeypatch
 
 
@@ -153,19 +155,20 @@ def test_the_sender_of_a_code_that_no_encoder_makes_is_named() -> None:
 
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_gc.kernels.host import tensors as host
+    from lightning_gc.kernels.host import tensors as kernels
 
     def less(out: Tensor, values: Tensor, scale: float) -> None:
         out.add_(values.float(), alpha=scale * 0.999)
 
-    monkeypatch.setattr(host, "add_bfloat16", less)
+    monkeypatch.setattr(kernels, "add_bfloat16", less)
     dispatch._numba_works.cache_clear()
     try:
         with pytest.warns(UserWarning, match="bfloat16 differs from torch's"):
-            assert not dispatch.compiled(torch.ones(1))
+            assert not dispatch.compiled(torch.ones(1), "tensors")
         with warnings.catch_warnings():  # said once
             warnings.simplefilter("error")
-            assert not dispatch.compiled(torch.ones(1))
+            assert not dispatch.compiled(torch.ones(1), "tensors")
+        assert dispatch.compiled(torch.ones(1), "low_rank")
     finally:
         monkeypatch.undo()
         dispatch._numba_works.cache_clear()

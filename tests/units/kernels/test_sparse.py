@@ -46,7 +46,7 @@ def test_host_chooses_as_torch_does(codec: Codec, monkeypatch: pytest.MonkeyPatc
         for numba in (True, False):
             with monkeypatch.context() as patched:
                 if not numba:
-                    patched.setattr(dispatch, "_numba_works", lambda: False)
+                    patched.setattr(dispatch, "_numba_works", lambda family: False)
                 left = x.clone()
                 values, coded = joint.encode(left, bucket(step))
                 results.append((values.float(), coded, left))
