@@ -414,6 +414,10 @@ class Codec(Compressor):
         """Return kernels that encode all shards of ``buffer`` at once; None: there are none."""
         return None
 
+    def in_rows(self, buffer: Tensor) -> bool:
+        """Return whether shards of all parts are best copied to rows, which are coded together."""
+        return False
+
     def elements(self, numel: int) -> int:
         """Return how many of ``numel`` elements of a buffer are encoded."""
         return numel

@@ -22,7 +22,6 @@ from lightning_gc.compressors.base import (
     Shards,
     Traits,
     Variance,
-    absorbed,
     in_row,
 )
 from lightning_gc.core import Bucket, Choice, Field, Payload, Range, Wire, payload_validation
@@ -140,12 +139,24 @@ class JointBlocks(JointCodec):
     """
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return absorbed(bucket, buffer, scheme) and self.table(buffer) is not None
+        joint = "no" if scheme is None else scheme.joint(bucket.workers)
+        return joint != "no" and self.table(buffer) is not None
+
+    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
+        table = self.table(buffer, bucket.workers)
+        if table is None:
+            return None
+        row = JointBlocks(in_row(self.parts, bucket.workers))
+        return Shards(row, self.elements(bucket.numel), table, bucket, buffer)
+
+    def in_rows(self, buffer: Tensor) -> bool:
+        return compiled(buffer, "blocks") and self.codec.in_kernels.kind != "book"
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         table = self.table(buffer)
         if table is not None:
-            return table.encode(buffer, bucket.pending)
+            (payload,) = table.encode(buffer, bucket)
+            return payload
         if compiled(buffer, "blocks") and self.codec.in_kernels.kind != "book":
             return self._host_table.encode(buffer)
         return super().encode(buffer, bucket)
@@ -169,13 +180,13 @@ class JointBlocks(JointCodec):
         else:
             super().decode(payload, out, scale, bucket)
 
-    def table(self, flat: Tensor) -> BlockTable | None:
+    def table(self, flat: Tensor, shards: int = 1) -> BlockTable | None:
         """Return what kernels of a GPU read; None if they do not take ``flat``."""
         if not fused(flat):
             return None
         from lightning_gc.kernels.gpu import blocks
 
-        return self._table(flat.device) if blocks.takes(self.codec.in_kernels) else None
+        return self._table(flat.device, shards) if blocks.takes(self.codec.in_kernels) else None
 
     @functools.cached_property
     def _host_table(self) -> HostBlocks:
@@ -185,11 +196,12 @@ class JointBlocks(JointCodec):
         return blocks.Table(spans, self.codec.in_kernels)
 
     @functools.cached_property
-    def _table(self) -> Callable[[torch.device], BlockTable]:
+    def _table(self) -> Callable[[torch.device, int], BlockTable]:
         from lightning_gc.kernels.gpu import blocks
 
-        places = [(part.place, part.start, part.stop) for part in self.parts]
-        return functools.cache(lambda device: blocks.Table(places, self.codec.in_kernels, device))
+        parts = [(part.name, part.place, part.start, part.stop) for part in self.parts]
+        code = self.codec.in_kernels
+        return functools.cache(lambda device, shards: blocks.Table(parts, code, device, shards))
 
 
 def check_block_size(name: str, block_size: int) -> None:
@@ -311,6 +323,9 @@ class JointLevels(JointCodec):
         row = JointLevels(in_row(self.parts, bucket.workers))
         kernels = self._table(buffer.device, bucket.workers)
         return Shards(row, self.elements(bucket.numel), kernels, bucket, buffer)
+
+    def in_rows(self, buffer: Tensor) -> bool:
+        return self._compiled(buffer)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if self._in_kernels(buffer):

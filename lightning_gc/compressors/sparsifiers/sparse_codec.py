@@ -68,6 +68,9 @@ class SparseCodec(Codec):
     def join(self, parts: tuple[Part, ...]) -> Codec:
         return JointSelection(parts)
 
+    def in_rows(self, buffer: Tensor) -> bool:
+        return True
+
     @abc.abstractmethod
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         """Return the ascending positions of the elements to send, ``(k,)`` int64.

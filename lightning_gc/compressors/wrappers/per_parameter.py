@@ -24,7 +24,6 @@ from lightning_gc.compressors.base import (
     in_row,
     limits_of,
 )
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, together
 from lightning_gc.core.flow import is_gathered, resume
@@ -116,8 +115,8 @@ class _Joint(NamedTuple):
     parts: Sequence[Part]
     codec: Codec | JointCollective  # of all parts
     cut: bool  # into shards
-    rows: Rows | None  # where a row of shards is one payload
-    in_rows: Codec | None
+    rows: Rows | None  # of shards; used where the codec codes a row together
+    in_row: Codec | None
 
     def flows(
         self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
@@ -127,9 +126,9 @@ class _Joint(NamedTuple):
             return [codec.flow(*given)]
         if codec.in_shards(bucket, buffer) is not None:
             return [codec.flow(*given)]
-        if self.rows is None or self.in_rows is None or scheme is None:
+        if self.rows is None or self.in_row is None or not codec.in_rows(buffer):
             return [_alone(part, *given) for part in self.parts]
-        return [flow_in_rows(self.in_rows, self.rows, bucket, buffer, out, scheme)]
+        return [flow_in_rows(self.in_row, self.rows, *given)]
 
     def takes_along(self, bucket: Bucket, scheme: CodecScheme | None, nbytes: int) -> bool:
         """Return whether uncompressed parameters of ``nbytes`` travel in the first message.
@@ -190,12 +189,11 @@ def _plan(
         alike.setdefault(kind, []).append(part)
     alone = alike.pop(None, [])
     for some in alike.values():
-        join, rows, in_rows = some[0].codec.join, None, None
-        # Rows are copies, and pay only where a row is coded together.
-        if joint == "shards" and len(some) > 1 and isinstance(some[0].codec, SparseCodec):
+        join, rows, row = some[0].codec.join, None, None
+        if joint == "shards" and len(some) > 1:
             rows = Rows(tuple(some), workers)
-            in_rows = join(rows.in_row)
-        joints.append(_Joint(some, join(tuple(some)), joint == "shards", rows, in_rows))
+            row = join(rows.in_row)
+        joints.append(_Joint(some, join(tuple(some)), joint == "shards", rows, row))
     return _Plan(alone, joints, whole)
 
 
@@ -339,7 +337,12 @@ class Rows:
 
 
 def flow_in_rows(
-    codec: Codec, rows: Rows, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme
+    codec: Codec,
+    rows: Rows,
+    bucket: Bucket,
+    buffer: Tensor,
+    out: Tensor,
+    scheme: CodecScheme | None,
 ) -> Flow:
     """Exchange the parts of ``buffer`` in rows; ``codec`` encodes one row.
 

@@ -15,14 +15,35 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_gc.core import elias_fano
-from lightning_gc.core.bit_packing import packed_bytes
+from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.message import Packed, evenly, joined, reserve
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.blocks import RANGE, BlockCode, Book
 from lightning_gc.kernels.gpu import sparse
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.levels import load_codes, store_codes
-from lightning_gc.kernels.gpu.segments import arrived, compensated, sample
+from lightning_gc.kernels.gpu.levels import (
+    BEGIN,
+    CODES,
+    NORMS,
+    NUMEL,
+    PLACE,
+    SHARD,
+    Layout,
+    cell,
+    field_at,
+    load_codes,
+    place_of,
+    store_codes,
+)
+from lightning_gc.kernels.gpu.segments import (
+    arrived,
+    attempt_shards,
+    compensated,
+    ending,
+    given,
+    reserved,
+    sample,
+)
 from lightning_gc.kernels.sparse import Row, Selection
 
 TILE = 2048
@@ -33,12 +54,6 @@ BINS, BETWEEN, BOOK = map(tl.constexpr, range(3))
 _KINDS = {"bins": 0, "range": 1, "book": 2}
 HALF_ULP = tl.constexpr(12582912.0)
 """1.5·2^23: added and subtracted, it rounds a number below 2^22 to a whole one, halves to even."""
-
-
-@triton.jit
-def column(table, index, parts, part):
-    """Return a number of a part: its place, first element, elements, first code, first block."""
-    return tl.load(table + index * parts + part)
 
 
 @triton.jit
@@ -137,24 +152,29 @@ def round_blocks(
     peaks,
     tiles,
     count,
-    table,
     parts,
+    number,
     positions,
     target,
     codes,
+    codes_apart,
     numbers,
+    numbers_apart,
     between,
     book,
     top,
     sign,
+    messages,
     flag,
     sent_flag,
     padding,
     length,
+    own,
     ADD: tl.constexpr,
     KEEP: tl.constexpr,
     GUARDED: tl.constexpr,
     CHOSEN: tl.constexpr,
+    MEAN: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -164,39 +184,41 @@ def round_blocks(
 ):
     """Code a tile. With CHOSEN the buffer has chosen elements, and ``target`` keeps their errors.
 
-    Else also write the end of the message.
+    Else also write the ends of messages. In the shard ``own`` numbers that are not finite stay for
+    ``book``.
     """
     tile = tl.program_id(0)
-    if CHOSEN == 0 and tile == 0:
-        end_message(flag, sent_flag, padding, length)
+    if tile < messages:
+        end_message(flag, sent_flag, padding + tile.to(tl.int64) * codes_apart, length)
     part = tl.load(tiles + tile)
     local = tl.load(tiles + count + tile)
-    start = column(table, 1, parts, part)
-    numel = column(table, 2, parts, part)
+    start, present = place_of(parts, number, part, MEAN)
+    numel = cell(parts, number, part, NUMEL)
     idle = part < 0
     if GUARDED:
-        idle = tl.load(peaks + column(table, 0, parts, part)) == 0.0
+        idle = tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0
     SIZE: tl.constexpr = 1 << LEVELS
     row = tl.arange(0, TILE // SIZE)
     at = local + row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]  # (rows, SIZE)
     there = at < numel
-    whole = compensated(buffer, grad, start + at, there, decay, gain, ADD)
+    whole = compensated(buffer, grad, start + at, at < present, decay, gain, ADD)
     x = whole
     if ADD:
         x = tl.where(idle, 0.0, whole)
     first = local // SIZE + row
     real = first * SIZE < numel
-    own = numbers + column(table, 4, parts, part) + first
+    mine = numbers + field_at(parts, number, part, NORMS, numbers_apart) + first
     if KIND == BINS:
-        code, value = code_bins(x, there, own, between, real, LEVELS, BITS, SIGMAS)
+        code, value = code_bins(x, there, mine, between, real, LEVELS, BITS, SIGMAS)
     elif KIND == BETWEEN:
-        code, value = code_range(x, there, own, between, real)
+        code, value = code_range(x, there, mine, between, real)
     else:
-        code, value = code_by_book(x, there, own, real, book, top, sign, STEPS)
+        code, value = code_by_book(x, there, mine, real, book, top, sign, STEPS)
     if KEEP:
         left = x - value
         if GUARDED:
-            left = tl.where(is_finite(left), left, 0.0)
+            if cell(parts, number, part, SHARD) != own:
+                left = tl.where(is_finite(left), left, 0.0)
         if CHOSEN:
             place = tl.load(positions + start + at, mask=there, other=0)
             kept = tl.where(idle, 0, tl.where(there, 1, 0)) == 1
@@ -204,10 +226,10 @@ def round_blocks(
         else:
             if ADD:
                 left = tl.where(idle, tl.where(is_finite(whole), whole, 0.0), left)
-            tl.store(buffer + start + at, left, mask=there)
+            tl.store(buffer + start + at, left, mask=at < present)
     groups = local // 8 + tl.arange(0, TILE // 8)
     lanes = groups[:, None] * 8 + tl.arange(0, 8)[None, :]
-    packed = codes + column(table, 3, parts, part)
+    packed = codes + field_at(parts, number, part, CODES, codes_apart)
     store_codes(packed, tl.reshape(code, (TILE // 8, 8)), groups, lanes, numel, BITS)
 
 
@@ -215,8 +237,10 @@ def round_blocks(
 def average_blocks(
     codes,
     codes_apart,
+    codes_shard,
     numbers,
     numbers_apart,
+    numbers_shard,
     between,
     workers,
     share,
@@ -225,12 +249,12 @@ def average_blocks(
     flags,
     flags_apart,
     senders,
-    starts,
     tiles,
     count,
-    table,
     parts,
+    number,
     book,
+    MEAN: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -243,15 +267,16 @@ def average_blocks(
     out += sender.to(tl.int64) * out_apart
     part = tl.load(tiles + tile)
     local = tl.load(tiles + count + tile)
-    start = column(table, 1, parts, part)
-    numel = column(table, 2, parts, part)
+    start, present = place_of(parts, number, part, MEAN)
+    numel = cell(parts, number, part, NUMEL)
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
     there = at < numel
-    packed = codes + column(table, 3, parts, part) + sender.to(tl.int64) * codes_apart
-    own = numbers + column(table, 4, parts, part) + sender.to(tl.int64) * numbers_apart
-    own += at >> LEVELS
+    packed = codes + field_at(parts, number, part, CODES, codes_shard)
+    packed += sender.to(tl.int64) * codes_apart
+    own = numbers + field_at(parts, number, part, NORMS, numbers_shard)
+    own += sender.to(tl.int64) * numbers_apart + (at >> LEVELS)
     total = tl.zeros([GROUPS, 8], tl.float32)
     weight = total + share
     arrival = sender * 0
@@ -272,9 +297,9 @@ def average_blocks(
         arrival += 1
     here = start + at
     if senders > 0:
-        begin = tl.load(starts + column(table, 0, parts, part))
+        begin = cell(parts, number, part, BEGIN)
         total = tl.where(here == begin, total + arrived(flags, flags_apart, senders), total)
-    tl.store(out + here, total, mask=there)
+    tl.store(out + here, total, mask=at < present)
 
 
 def takes(code: BlockCode) -> bool:
@@ -284,35 +309,32 @@ def takes(code: BlockCode) -> bool:
 
 
 class Table:
-    """The parts of a bucket, or of its chosen elements, that share a payload of a code.
+    """The parts of a bucket, W shards of each, or its chosen elements, that share payloads.
 
     Args:
-        parts: place among the bucket's parameters, first element and end of each part.
+        parts: as for ``levels.Layout``.
         code: which ``takes`` accepts.
         device: of the bucket.
+        shards: W, or 1. A payload holds one shard of each part.
 
     Attributes:
-        fields: dtype and length of codes and of each of the numbers.
-        numel: elements of all parts.
+        fields: dtype and length of codes and of each of the numbers in a payload.
     """
 
     def __init__(
-        self, parts: Sequence[tuple[int, int, int]], code: BlockCode, device: torch.device
+        self,
+        parts: Sequence[tuple[str, int, int, int]],
+        code: BlockCode,
+        device: torch.device,
+        shards: int = 1,
     ) -> None:
         size = code.block_size
-        tile, rows, tiles = max(TILE, size), list[tuple[int, ...]](), list[tuple[int, int]]()
-        codes = blocks = 0
-        for index, (place, start, stop) in enumerate(parts):
-            rows.append((place, start, stop - start, codes, blocks))
-            tiles += [(index, local) for local in range(0, stop - start, tile)]
-            codes += packed_bytes(stop - start, code.bits)
-            blocks -= (start - stop) // size
-        self.fields = [(torch.uint8, codes), *[(torch.float32, blocks)] * code.numbers]
-        self.numel, self._blocks = sum(row[2] for row in rows), blocks
-        self._parts, self._tiles = (
-            torch.tensor(table, dtype=torch.int32, device=device).t().contiguous()
-            for table in (rows, tiles)
-        )
+        tile = max(TILE, size)
+        self._layout = layout = Layout(parts, code.bits, size, tile, device, shards)
+        self.fields = [
+            (torch.uint8, layout.codes),
+            *[(torch.float32, layout.blocks)] * code.numbers,
+        ]
         self._book, self._top, self._sign, steps = _on_device(code.book, device)
         self._constants = {
             "KIND": _KINDS[code.kind],
@@ -323,26 +345,29 @@ class Table:
             "num_warps": 4 if tile <= TILE else 8,
         }
 
-    def encode(self, buffer: Tensor, pending: Pending | None) -> Packed:
-        """Return the payload (codes, numbers), as ``core.segments.Pending`` says."""
-        packed = (
-            reserve(self.fields, buffer.device) if pending is None else pending.reserve(self.fields)
-        )
-        flag = buffer.new_empty(2)
-        ending = (flag[:1], flag[1:], packed.padding, packed.layout.padding)
-        given, adds = (buffer, buffer, 1.0, 1.0, buffer), False
-        if pending is not None:
-            adds, ending = pending.grad is not None, pending.ending(packed)
-            grad = buffer if pending.grad is None else pending.grad
-            given = (buffer, grad, pending.decay, pending.gain, pending.peaks)
-        self._round(
-            *(packed, *given, buffer, buffer, *ending),
-            ADD=adds,
-            KEEP=adds or pending is None,
-            GUARDED=adds,
-            CHOSEN=False,
-        )
-        return packed.first(len(self.fields))
+    def encode(self, buffer: Tensor, bucket: Bucket) -> list[Packed]:
+        """Return each shard's payload (codes, numbers), as ``core.segments.Pending`` says."""
+        pending, shards = bucket.pending, self._layout.shards
+        packed, flagged = reserved(self.fields, buffer, pending, shards)
+        own = bucket.worker if shards > 1 else -1
+        self._encode(packed, buffer, pending, flagged, own)
+        return [payload.first(len(self.fields)) for payload in packed]
+
+    def again(self, payloads: Sequence[Sequence[Tensor]], buffer: Tensor, bucket: Bucket) -> Packed:
+        """Return the payload of the mean of this worker's shard, and book what it loses.
+
+        Args:
+            payloads: of this shard, from all workers.
+            buffer: of the whole bucket; W times the loss is added to the shard.
+            bucket: in its second phase.
+        """
+        mine = bucket.worker
+        mean = buffer.new_empty(self._layout.row)
+        self._average(payloads, mean, len(payloads), None, mine)
+        packed, flagged = reserved(self.fields, buffer, bucket.pending)
+        self._encode(packed, mean, None, flagged, -1, mine)
+        self._layout.book(buffer, mean, mine, bucket.pending)
+        return packed[0].first(len(self.fields))
 
     def encode_chosen(
         self, buffer: Tensor, selection: Selection, pending: Pending | None
@@ -354,16 +379,18 @@ class Table:
             selection: as for ``sparse.take``; this table has a part for the elements of each row.
             pending: the engine's work, or None.
         """
-        length = elias_fano.coded_bytes(self.numel, buffer.numel())
+        chosen = self._layout.row
+        length = elias_fano.coded_bytes(chosen, buffer.numel())
         fields = [*self.fields, (torch.uint8, length)]
         packed = pending.reserve(fields) if pending else reserve(fields, buffer.device)
-        values, coded = buffer.new_empty(self.numel), packed[len(self.fields)]
+        values, coded = buffer.new_empty(chosen), packed[len(self.fields)]
         positions = sparse.take(buffer, selection, values, coded, packed, pending)
         peaks = buffer if pending is None else pending.peaks
         keeps = pending is None or pending.grad is not None
         self._round(
-            *(packed, values, values, 1.0, 1.0, peaks, positions, buffer),
-            *(values, values, packed.padding, 0),
+            [packed],
+            *(values, values, 1.0, 1.0, peaks, positions, buffer),
+            *(0, values, values, packed.padding, 0, -1),
             ADD=False,
             KEEP=keeps,
             GUARDED=pending is not None,
@@ -374,7 +401,7 @@ class Table:
     def average(
         self, payloads: Sequence[Sequence[Tensor]], out: Tensor, pending: Pending | None
     ) -> None:
-        """Write the mean of all workers' payloads (codes, numbers) to ``out``."""
+        """Write the mean of all workers' payloads, or all shards' payloads, to ``out``."""
         self._average(payloads, out, len(payloads), pending)
 
     def average_chosen(
@@ -385,19 +412,51 @@ class Table:
         pending: Pending,
     ) -> None:
         """Write the mean of all workers' payloads of ``encode_chosen`` to ``out``."""
-        values = out.new_empty(len(payloads), self.numel)
+        values = out.new_empty(len(payloads), self._layout.row)
         self._average(payloads, values, 1, None)
         sent = [(mine, payload[-1]) for mine, payload in zip(values, payloads, strict=True)]
         sparse.average(sent, None, out, selection, pending)
 
-    def _round(self, packed: Packed, *given: Tensor | float, **kind: bool) -> None:
-        buffer, grad, decay, gain, peaks, positions, target, *ending = given
+    def _encode(
+        self,
+        packed: Sequence[Packed],
+        buffer: Tensor,
+        pending: Pending | None,
+        flagged: Pending | None,
+        own: int,
+        mean_of: int | None = None,
+    ) -> None:
+        """Code the bucket with ``pending``, or the mean of a shard."""
+        adds = pending is not None and pending.grad is not None
+        self._round(
+            packed,
+            *(*given(buffer, pending), buffer, buffer),
+            *(len(packed), *ending(packed[0], flagged), own),
+            mean_of=mean_of,
+            ADD=adds,
+            KEEP=adds or pending is None,
+            GUARDED=adds,
+            CHOSEN=False,
+        )
+
+    def _round(
+        self,
+        packed: Sequence[Packed],
+        *values: Tensor | float,
+        mean_of: int | None = None,
+        **kind: bool,
+    ) -> None:
+        buffer, grad, decay, gain, peaks, positions, target, *rest = values
+        grid, *table = self._layout.table(mean_of)
+        nbytes = 0 if mean_of is not None else packed[0].layout.nbytes
         launch(
             round_blocks,
-            (self._tiles.shape[1],),
-            *(buffer, grad, decay, gain, peaks, *self._places, positions, target),
-            *(packed[0], packed[1], self._blocks, self._book, self._top, self._sign, *ending),
+            grid,
+            *(buffer, grad, decay, gain, peaks, *table, positions, target),
+            *(packed[0][0], nbytes, packed[0][1], nbytes // 4, self._layout.blocks),
+            *(self._book, self._top, self._sign, *rest),
             **kind,
+            MEAN=mean_of is not None,
             SIGMAS=RANGE,
             **self._constants,
         )
@@ -408,27 +467,30 @@ class Table:
         out: Tensor,
         together: int,
         pending: Pending | None,
+        mean_of: int | None = None,
     ) -> None:
-        """Write means of so many payloads together, one after the other."""
+        """Write means of so many payloads together, one after the other; or of a shard, as a row.
+
+        Payloads of all shards are no summands.
+        """
         codes, codes_apart = evenly([payload[0] for payload in payloads])
         end = len(self.fields)
         numbers, numbers_apart = evenly([joined(payload[1:end]) for payload in payloads])
-        flags, starts = ([numbers], self._tiles)
-        if pending is not None:
-            flags, starts = pending.flags, pending.segments.starts
-        first, flags_apart = evenly(flags)
+        flags = [] if pending is None else pending.flags
+        first, flags_apart = evenly(flags or [numbers])
+        (tiles,), *table = self._layout.table(mean_of)
+        senders, shard = len(payloads) // together, (0, 0)
+        if self._layout.shards > 1 and mean_of is None:
+            together, shard = 1, (codes_apart, numbers_apart)
         launch(
             average_blocks,
-            (self._tiles.shape[1], len(payloads) // together),
-            *(codes, codes_apart, numbers, numbers_apart, self._blocks, together, 1 / together),
-            *(out, self.numel, first, flags_apart, 0 if pending is None else len(flags), starts),
-            *(*self._places, self._book),
+            (tiles, senders),
+            *(codes, codes_apart, shard[0], numbers, numbers_apart, shard[1], self._layout.blocks),
+            *(together, 1 / together, out, self._layout.row, first, flags_apart, len(flags)),
+            *(*table, self._book),
+            MEAN=mean_of is not None,
             **self._constants,
         )
-
-    @property
-    def _places(self) -> tuple[Tensor, int, Tensor, int]:
-        return self._tiles, self._tiles.shape[1], self._parts, self._parts.shape[1]
 
 
 def _on_device(book: Book | None, device: torch.device) -> tuple[Tensor, float, int, int]:
@@ -444,9 +506,11 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     x = 0.5 * numbers + numbers.flip(0)
     used = torch.arange(1000, device=numbers.device) < 500  # the other parameter is idle
     sent, kept = x.where(used, 0.0), x.where(~used, 0.0)
-    table = Table([(0, 0, 500), (1, 500, 1000)], BlockCode("range", 8, 64, 2), numbers.device)
+    halves = [("a", 0, 0, 500), ("b", 1, 500, 1000)]
+    table = Table(halves, BlockCode("range", 8, 64, 2), numbers.device)
     pending, left, out = sample(numbers), numbers.clone(), numbers.clone()
-    payload = table.encode(left, pending)
+    bucket = Bucket(numbers, {"a": (500,), "b": (500,)}, pending=pending)
+    (payload,) = table.encode(left, bucket)
     table.average([payload] * 2, out, pending)
     low, high = (
         ends.view(2, -1).repeat_interleave(64, dim=1)[:, :500].reshape(-1) for ends in payload[1:3]
@@ -456,7 +520,9 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     yield left, sent - value + kept
     yield (sent - value).abs() <= (high - low) / 509, torch.ones_like(used)
     rows = tuple(Row(i, 500 * i, 500 * i + 500, 50, 100, 10) for i in range(2))
-    few = Table([(0, 0, 50), (1, 50, 100)], BlockCode("bins", 2, 16, 4), numbers.device)
+    few = Table(
+        [("a", 0, 0, 50), ("b", 1, 50, 100)], BlockCode("bins", 2, 16, 4), numbers.device
+    )
     chosen = Selection("chunks", rows)
     pending, left = sample(numbers), numbers.clone()
     payload = few.encode_chosen(left, chosen, pending)
@@ -465,4 +531,10 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     yield (out[:500] != 0).sum(), used[::10].sum()
 
 
-ATTEMPTS = {"blocks": _attempt}
+def _shards(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    halves = [("a", 0, 0, 500), ("b", 1, 500, 1000)]
+    table = Table(halves, BlockCode("range", 8, 64, 2), numbers.device, 2)
+    yield from attempt_shards(numbers, table)
+
+
+ATTEMPTS = {"blocks": _attempt, "block shards": _shards}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_gc.core.bit_packing import packed_bytes, unpack
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.message import Packed, evenly, reserve, reserve_all
+from lightning_gc.core.message import Packed, evenly
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
 from lightning_gc.kernels.gpu.segments import (
@@ -21,6 +21,7 @@ from lightning_gc.kernels.gpu.segments import (
     compensated,
     ending,
     given,
+    reserved,
     sample,
 )
 from lightning_gc.kernels.segments import table_of
@@ -210,7 +211,7 @@ def dequantise(
 
 
 PLACE, BEGIN, START, THERE, NUMEL, CODES, NORMS, SHARD, IN_ROW = map(tl.constexpr, range(9))
-"""Rows of ``Table.parts``."""
+"""Rows of ``Layout.parts``."""
 
 
 @triton.jit
@@ -423,19 +424,20 @@ def average_tiles(
     tl.store(out + here, total, mask=at < there)
 
 
-class Table:
-    """The parts of a bucket, or W shards of each, that share payloads of codes and norms.
+class Layout:
+    """The parts of a bucket, or W shards of each, that share payloads of codes and numbers.
 
     Args:
         parts: name, place among the bucket's parameters, first element and end of each part.
         bits: of a code.
-        block_size: elements that share a norm.
-        nearest: whether elements are rounded to the nearest level, or at random.
+        block_size: elements that share a norm, or other numbers.
+        tile: elements that one program converts.
         device: of the bucket.
         shards: W, or 1. A payload holds one shard of each part.
 
     Attributes:
-        fields: dtype and length of codes and norms in a payload.
+        names: of the columns of ``parts``, for random numbers.
+        codes, blocks: bytes of codes in a payload, and blocks.
         parts: by column a shard of a part: the parameter's place and first element, the shard's
             first element, how many elements lie there, how many are encoded, where its codes and
             norms begin in the payload, the shard's number, and where it begins in a row of shards,
@@ -449,33 +451,76 @@ class Table:
         parts: Sequence[tuple[str, int, int, int]],
         bits: int,
         block_size: int,
-        nearest: bool,
+        tile: int,
         device: torch.device,
-        shards: int = 1,
+        shards: int,
     ) -> None:
-        self.bits, self.block_size, self.nearest, self.shards = bits, block_size, nearest, shards
-        self.names, rows = list[str](), list[tuple[int, ...]]()
+        self.shards, self.names, rows = shards, list[str](), list[tuple[int, ...]]()
         tiles, self._ends = list[tuple[int, int]](), [0]
         self._places = list[list[tuple[int, int, int, int]]]()
         self._booked: dict[int, Tensor] = {}  # by shard
-        codes = norms = self.row = 0
+        codes = blocks = self.row = 0
         for shard in range(shards):
-            codes = norms = self.row = 0
+            codes = blocks = self.row = 0
             self._places.append([])
             for name, place, start, stop in parts:
                 size = -(-(stop - start) // shards)
                 first = min(start + shard * size, stop)
                 there = min(size, stop - first)
-                rows.append((place, start, first, there, size, codes, norms, shard, self.row))
+                rows.append((place, start, first, there, size, codes, blocks, shard, self.row))
                 self._places[-1].append((place, first, first + there, self.row))
-                tiles += [(len(self.names), local) for local in range(0, size, TILE)]
+                tiles += [(len(self.names), local) for local in range(0, size, tile)]
                 self.names.append(name if shards == 1 else f"{name}#{shard}")
-                codes, norms = codes + packed_bytes(size, bits), norms - -size // block_size
+                codes, blocks = codes + packed_bytes(size, bits), blocks - -size // block_size
                 self.row += size
             self._ends.append(len(tiles))
-        self.fields = [(torch.uint8, codes), (torch.float32, norms)]
+        self.codes, self.blocks = codes, blocks
         self.parts = torch.tensor(rows, dtype=torch.int64, device=device).t().contiguous()
         self.tiles = torch.tensor(tiles, dtype=torch.int32, device=device).t().contiguous()
+
+    def table(self, shard: int | None = None) -> tuple[tuple[int], Tensor, int, Tensor, int]:
+        """Return a grid of all tiles, or of a shard's, and the kernels' arguments for it."""
+        start, stop = (0, self._ends[-1]) if shard is None else self._ends[shard : shard + 2]
+        tiles = self.tiles.view(-1)[start:]
+        return (stop - start,), tiles, self.tiles.shape[1], self.parts, self.parts.shape[1]
+
+    def book(self, buffer: Tensor, mean: Tensor, mine: int, pending: Pending | None) -> None:
+        """Add W times what is left of the mean of shard ``mine``, if anyone keeps errors."""
+        if pending is not None and pending.grad is None:
+            return
+        if mine not in self._booked:
+            self._booked[mine] = table_of(self._places[mine], buffer.device)
+        table = self._booked[mine]
+        book(buffer, mean, self.shards, ((table.shape[1],), table, table.shape[1]), pending)
+
+
+class Table:
+    """Encodes and decodes the parts of a bucket, or W shards of each, in levels of their norms.
+
+    Args:
+        parts: as for ``Layout``.
+        bits: of a code.
+        block_size: elements that share a norm.
+        nearest: whether elements are rounded to the nearest level, or at random.
+        device: of the bucket.
+        shards: W, or 1.
+
+    Attributes:
+        fields: dtype and length of codes and norms in a payload.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, int, int, int]],
+        bits: int,
+        block_size: int,
+        nearest: bool,
+        device: torch.device,
+        shards: int = 1,
+    ) -> None:
+        self.bits, self.block_size, self.nearest = bits, block_size, nearest
+        self.layout = Layout(parts, bits, block_size, TILE, device, shards)
+        self.fields = [(torch.uint8, self.layout.codes), (torch.float32, self.layout.blocks)]
         self._keys: dict[tuple[int, int, int], Tensor] = {}
         # A tile consists of complete blocks, or their norms are found before.
         self._block = block_size if block_size <= TILE and TILE % block_size == 0 else 0
@@ -484,17 +529,12 @@ class Table:
         """Return each shard's payload (codes, norms), as ``core.segments.Pending`` says.
 
         The numbers are those of Philox-4×32-10: element i of a shard gets word ``i mod 4`` of
-        counter ``(i // 4, step, 0, 0)``, under a key of worker, phase and name. The flag is sent
-        only if there is one payload.
+        counter ``(i // 4, step, 0, 0)``, under a key of worker, phase and name.
         """
-        pending = bucket.pending
-        flagged = pending is not None and pending.flagged and self.shards == 1
-        if pending is not None and self.shards == 1:
-            packed = [pending.reserve(self.fields)]
-        else:
-            packed = reserve_all(self.fields, buffer.device, self.shards)
-        own = bucket.worker if self.shards > 1 else -1
-        self._round(packed, buffer, bucket, pending, flagged, own)
+        shards = self.layout.shards
+        packed, flagged = reserved(self.fields, buffer, bucket.pending, shards)
+        own = bucket.worker if shards > 1 else -1
+        self._round(packed, buffer, bucket, bucket.pending, flagged, own)
         return [payload.first(2) for payload in packed]
 
     def average(
@@ -512,36 +552,23 @@ class Table:
             bucket: in its second phase.
         """
         pending, mine = bucket.pending, bucket.worker
-        mean = buffer.new_empty(self.row)
+        mean = buffer.new_empty(self.layout.row)
         self._average(payloads, mean, [], mine)
-        flagged = pending is not None and pending.flagged
-        packed = (
-            reserve(self.fields, buffer.device) if pending is None else pending.reserve(self.fields)
-        )
-        self._round([packed], mean, bucket, None, flagged, -1, mine)
-        if pending is None or pending.grad is not None:
-            if mine not in self._booked:
-                self._booked[mine] = table_of(self._places[mine], buffer.device)
-            table = self._booked[mine]
-            count = table.shape[1]
-            book(buffer, mean, self.shards, ((count,), table, count), pending)
-        return packed.first(2)
+        packed, flagged = reserved(self.fields, buffer, pending)
+        self._round(packed, mean, bucket, None, flagged, -1, mine)
+        self.layout.book(buffer, mean, mine, pending)
+        return packed[0].first(2)
 
     def _keys_of(self, bucket: Bucket) -> Tensor:
         """Return the Philox key of each column, ``(n,)`` int64."""
         if self.nearest:
-            return self.parts
+            return self.layout.parts
         worker = bucket.seed, bucket.worker, bucket.phase
         if worker not in self._keys:
-            keys = [bucket.key(name) for name in self.names]
-            self._keys[worker] = torch.tensor(keys, dtype=torch.int64, device=self.parts.device)
+            keys = [bucket.key(name) for name in self.layout.names]
+            device = self.layout.parts.device
+            self._keys[worker] = torch.tensor(keys, dtype=torch.int64, device=device)
         return self._keys[worker]
-
-    def _table(self, shard: int | None = None) -> tuple[tuple[int], Tensor, int, Tensor, int]:
-        """Return a grid of all tiles, or of a shard's, and the kernels' arguments for it."""
-        start, stop = (0, self._ends[-1]) if shard is None else self._ends[shard : shard + 2]
-        tiles = self.tiles.view(-1)[start:]
-        return (stop - start,), tiles, self.tiles.shape[1], self.parts, self.parts.shape[1]
 
     def _round(
         self,
@@ -549,17 +576,17 @@ class Table:
         buffer: Tensor,
         bucket: Bucket,
         pending: Pending | None,
-        flagged: bool,
+        flagged: Pending | None,
         own: int,
         mean_of: int | None = None,
     ) -> None:
         """Encode the bucket with ``pending``, or the mean of a shard."""
         adds = pending is not None and pending.grad is not None
         weighted = given(buffer, pending)
-        grid, *table = self._table(mean_of)
-        most, apart, shared = self.tiles, self.fields[1][1], mean_of is not None
+        grid, *table = self.layout.table(mean_of)
+        most, apart, shared = self.layout.tiles, self.layout.blocks, mean_of is not None
         if not self._block:
-            words = apart * self.shards
+            words = apart * self.layout.shards
             if bucket.pending is not None:
                 most = bucket.pending.work.take(words)
             else:
@@ -579,7 +606,7 @@ class Table:
             grid,
             *(*weighted, *table, self._keys_of(bucket), bucket.step, self.block_size, most, apart),
             *(packed[0][0], nbytes, packed[0][1], nbytes // 4, len(packed)),
-            *(*ending(packed[0], bucket.pending if flagged else None), own),
+            *(*ending(packed[0], flagged), own),
             ADD=adds,
             KEEP=adds or pending is None,
             MEAN=shared,
@@ -600,10 +627,10 @@ class Table:
         codes, codes_apart = evenly([payload[0] for payload in payloads])
         norms, norms_apart = evenly([payload[1] for payload in payloads])
         workers, shard = len(payloads), (0, 0)
-        if self.shards > 1 and mean_of is None:  # a payload for each shard
+        if self.layout.shards > 1 and mean_of is None:  # a payload for each shard
             workers, shard = 1, (codes_apart, norms_apart)
         first, flags_apart = evenly(flags or [norms])
-        grid, *table = self._table(mean_of)
+        grid, *table = self.layout.table(mean_of)
         launch(
             average_tiles,
             grid,

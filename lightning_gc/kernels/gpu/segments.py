@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.message import Packed, evenly
+from lightning_gc.core.message import Fields, Packed, evenly, reserve_all
 from lightning_gc.core.segments import Pending, Segments, Workspace
 from lightning_gc.kernels.gpu.launch import is_finite, kernel, launch, magnitude_bits
 
@@ -299,6 +299,18 @@ def given(buffer: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor, floa
         return buffer, buffer, 1.0, 1.0, buffer
     grad = buffer if pending.grad is None else pending.grad
     return buffer, grad, pending.decay, pending.gain, pending.peaks
+
+
+def reserved(
+    fields: Fields, like: Tensor, pending: Pending | None, shards: int = 1
+) -> tuple[list[Packed], Pending | None]:
+    """Return a payload for each shard, and the work whose flag the message carries.
+
+    The flag is sent only if there is one payload.
+    """
+    if pending is None or shards > 1:
+        return reserve_all(fields, like.device, shards), None
+    return [pending.reserve(fields)], pending if pending.flagged else None
 
 
 def ending(packed: Packed, pending: Pending | None) -> tuple[Tensor, Tensor, Tensor, int]:

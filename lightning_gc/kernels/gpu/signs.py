@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.message import Packed, evenly, reserve, reserve_all
+from lightning_gc.core.message import Packed, evenly
 from lightning_gc.core.segments import PIECE, Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, word
 from lightning_gc.kernels.gpu.segments import (
@@ -22,6 +22,7 @@ from lightning_gc.kernels.gpu.segments import (
     compensated,
     ending,
     given,
+    reserved,
     sample,
 )
 from lightning_gc.kernels.signs import (
@@ -357,18 +358,11 @@ class Table:
         self.pieces = torch.tensor(rows, dtype=torch.int32, device=device).t().contiguous()
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> list[Packed]:
-        """Return each shard's payload (signs, means), as ``core.segments.Pending`` says.
-
-        The flag is sent only if there is one payload.
-        """
-        pending, shards = bucket.pending, self.layout.shards
-        flagged = pending is not None and pending.flagged and shards == 1
-        if pending is not None and shards == 1:
-            packed = [pending.reserve(self.layout.fields)]
-        else:
-            packed = reserve_all(self.layout.fields, buffer.device, shards)
+        """Return each shard's payload (signs, means), as ``core.segments.Pending`` says."""
+        shards = self.layout.shards
+        packed, flagged = reserved(self.layout.fields, buffer, bucket.pending, shards)
         own = bucket.worker if shards > 1 else -1
-        self._take(packed, buffer, bucket, pending, pending if flagged else None, own)
+        self._take(packed, buffer, bucket, bucket.pending, flagged, own)
         return [payload.first(2) for payload in packed]
 
     def average(
@@ -385,15 +379,14 @@ class Table:
             buffer: of the whole bucket; W times the loss is added to the shard.
             bucket: in its second phase.
         """
-        pending, mine, fields = bucket.pending, bucket.worker, self.layout.fields
+        pending, mine = bucket.pending, bucket.worker
         mean = buffer.new_empty(self.layout.numel)
         self._average(payloads, mean, None, mine)
-        flagged = pending is not None and pending.flagged
-        packed = reserve(fields, buffer.device) if pending is None else pending.reserve(fields)
-        self._take([packed], mean, bucket, None, pending if flagged else None, -1, mine)
+        packed, flagged = reserved(self.layout.fields, buffer, pending)
+        self._take(packed, mean, bucket, None, flagged, -1, mine)
         if pending is None or pending.grad is not None:
             book(buffer, mean, self.layout.shards, self._table(mine), pending)
-        return packed.first(2)
+        return packed[0].first(2)
 
     def _keys_of(self, bucket: Bucket) -> Tensor:
         """Return the key of each row of the layout, ``(n,)`` int64."""

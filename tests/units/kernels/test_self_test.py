@@ -32,6 +32,7 @@ KERNELS = [
         )
     ),
     *(("casts", "casts", kernel) for kernel in ("round_pieces", "average_pieces")),
+    *(("blocks", "blocks", name) for name in ("round_blocks", "average_blocks")),
     *(("signs", "signs", name) for name in ("sum_pieces", "take_signs", "average_signs")),
     *(("random_k", "random_k", name) for name in ("take_drawn", "put_drawn")),
     *(
