@@ -45,6 +45,9 @@ METHODS: dict[str, Compressor] = {
     "PowerSGD(2)": gc.PowerSGD(2),
     "EFSignSGD": gc.EFSignSGD(),
     "RandomK(0.01)": gc.RandomK(0.01),
+    "ChunkedTopK": gc.ChunkedTopK(),
+    "1.6 % of 2 bits": gc.Quantised(gc.ChunkedTopK(), gc.BinMeans(2)),
+    "Int8": gc.Int8(),
 }
 FIRST, CAP = 1 << 20, 25 << 20  # bytes of DDP's first bucket and of the others
 SHIFTS = 4_096

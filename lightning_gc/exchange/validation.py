@@ -116,8 +116,8 @@ def refuse_unsynchronised(
 ) -> None:
     """Raise RuntimeError if a parameter is trained, but is none of ``names``, which are exchanged.
 
-    DDP exchanges what required a gradient when it was made. Parameters that are unfrozen, added or swapped
-    later would be trained by each worker on its own, and plain DDP does not notice.
+    DDP exchanges what required a gradient when it was made. Parameters that are unfrozen, added or
+    swapped later would be trained by each worker on its own, and plain DDP does not notice.
     """
     for name, param in module.named_parameters():
         if param.requires_grad and param not in names:

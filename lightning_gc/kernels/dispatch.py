@@ -93,8 +93,8 @@ def _numba_works(family: str) -> bool:
         self_test(family)
     except Exception as error:  # any exception of a compiler, or of a folder that cannot be written
         warnings.warn(
-            f"numba's kernels of {family} do not run here ({type(error).__name__}: {error}); torch's "
-            f"operations are used instead, with the same results in more time.",
+            f"numba's kernels of {family} do not run here ({type(error).__name__}: {error}); "
+            f"torch's operations are used instead, with the same results in more time.",
             stacklevel=2,
         )
         return False

@@ -25,9 +25,9 @@ LIMITS: dict[tuple[Compressor, int], tuple[int, float, int]] = {
     (gc.ChunkedTopK(), 2): (9, 28.6, 0),
     (gc.Quantised(gc.ChunkedTopK(), gc.BinMeans(2)), 2): (12, 28.6, 0),
     (gc.Int8(), 2): (6, 28.6, 0),
-    (gc.Int8(), 4): (9, 34, 0),
-    (gc.BinMeans(2), 4): (9, 34, 0),
-    (gc.DynamicTree(), 4): (9, 34, 0),
+    (gc.Int8(), 4): (10, 34, 0),
+    (gc.BinMeans(2), 4): (10, 34, 0),
+    (gc.DynamicTree(), 4): (10, 36, 0),
 }
 """Method and W -> operations of a bucket, bytes per element, waits of the host."""
 BY_DAY = {(gc.Cast(), 2), (gc.QSGD(4), 2), (gc.TopK(0.01), 2), (gc.Int8(), 2)}

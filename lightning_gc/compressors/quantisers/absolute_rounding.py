@@ -25,8 +25,8 @@ class AbsoluteRounding(Codec):
     model; a tensor whose elements are small sends few, one that grows sends more.
 
     The whole numbers k_i are entropy-coded: gaps between those that are not 0, and their
-    magnitudes, by Golomb-Rice codes with a parameter per tensor. An element of a normal tensor with a
-    standard deviation of 10, 1, 0.1 and 0.01 steps takes 6.3, 2.4, 0.56 and 0.084 bits. The
+    magnitudes, by Golomb-Rice codes with a parameter per tensor. An element of a normal tensor with
+    a standard deviation of 10, 1, 0.1 and 0.01 steps takes 6.3, 2.4, 0.56 and 0.084 bits. The
     entropies are 5.4, 2.2, 0.48 and 0.075.
 
     An element of 16 or more times the median magnitude (a power of two next to it, from 1 to 1,024

@@ -315,6 +315,8 @@ class JointLevels(JointCodec):
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         joint = "no" if scheme is None else scheme.joint(bucket.workers)
+        if joint == "parts" and self._compiled(buffer):
+            return True
         return joint != "no" and self._in_kernels(buffer)
 
     def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
@@ -337,7 +339,7 @@ class JointLevels(JointCodec):
         if self.codec.rounding == "stochastic":
             names = (part.name for part in self.parts)
             seeds = [bucket.generator_seed(shared=False, name=name) for name in names]
-        return self._host_table.encode(buffer, seeds)
+        return self._host_table.encode(buffer, seeds, bucket.pending)
 
     def receive_all(
         self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
@@ -348,7 +350,7 @@ class JointLevels(JointCodec):
             return
         if self._compiled(out):
             self.check(payloads, bucket, averaged=averaged)
-            if self._host_table.add(payloads, out, 1 / len(payloads), fresh=True):
+            if self._host_table.add(payloads, out, 1 / len(payloads), bucket.pending, fresh=True):
                 return
         # The reference says which worker has sent a code that no encoder makes.
         super().receive_all(payloads, out, bucket, averaged=averaged)
@@ -367,8 +369,8 @@ class JointLevels(JointCodec):
     def _host_table(self) -> HostTable:
         from lightning_gc.kernels.host import levels
 
-        spans = [(part.start, part.stop) for part in self.parts]
-        return levels.Table(spans, self.codec.bits, self.codec.block_size)
+        parts = [(part.start, part.stop, part.place) for part in self.parts]
+        return levels.Table(parts, self.codec.bits, self.codec.block_size)
 
     @functools.cached_property
     def _table(self) -> Callable[[torch.device, int], Table]:

@@ -9,7 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, CodecScheme, Contraction, Traits
+from lightning_gc.compressors.base import (
+    Codec,
+    CodecScheme,
+    Contraction,
+    JointCodec,
+    Part,
+    Shards,
+    Traits,
+)
 from lightning_gc.core import Bucket, Choice, Field, Payload, Wire
 from lightning_gc.kernels.dispatch import compiled, family, fused
 from lightning_gc.kernels.quantise import add_bfloat16, round_to_bfloat16
@@ -58,8 +66,19 @@ class Cast(Codec):
         object.__setattr__(self, "dtype", name)
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        one_round = scheme is not None and scheme.joint(bucket.workers) == "parts"
-        return one_round and (fused(buffer) or (self.dtype == "bfloat16" and compiled(buffer, "casts")))
+        joint = "no" if scheme is None else scheme.joint(bucket.workers)
+        if joint == "parts" and fused(buffer):
+            return True
+        return joint != "no" and self.dtype == "bfloat16" and compiled(buffer, "casts")
+
+    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
+        if bucket.pending is None:
+            return None
+        from lightning_gc.kernels.host import casts
+
+        row = JointCodec((Part(self, "shard", 0, -(-bucket.numel // bucket.workers), 0),))
+        table = casts.shards(bucket.pending.segments, bucket.numel, bucket.workers)
+        return Shards(row, bucket.numel, table, bucket, buffer)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if bucket.pending is not None:

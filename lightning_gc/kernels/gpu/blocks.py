@@ -217,8 +217,8 @@ def round_blocks(
     if KEEP:
         left = x - value
         if GUARDED:
-            if cell(parts, number, part, SHARD) != own:
-                left = tl.where(is_finite(left), left, 0.0)
+            sound = is_finite(left) | (cell(parts, number, part, SHARD) == own)
+            left = tl.where(sound, left, 0.0)
         if CHOSEN:
             place = tl.load(positions + start + at, mask=there, other=0)
             kept = tl.where(idle, 0, tl.where(there, 1, 0)) == 1
@@ -520,9 +520,7 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     yield left, sent - value + kept
     yield (sent - value).abs() <= (high - low) / 509, torch.ones_like(used)
     rows = tuple(Row(i, 500 * i, 500 * i + 500, 50, 100, 10) for i in range(2))
-    few = Table(
-        [("a", 0, 0, 50), ("b", 1, 50, 100)], BlockCode("bins", 2, 16, 4), numbers.device
-    )
+    few = Table([("a", 0, 0, 50), ("b", 1, 50, 100)], BlockCode("bins", 2, 16, 4), numbers.device)
     chosen = Selection("chunks", rows)
     pending, left = sample(numbers), numbers.clone()
     payload = few.encode_chosen(left, chosen, pending)

@@ -10,9 +10,19 @@ from numba import carray
 from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack, packed_bytes
-from lightning_gc.kernels.host.segments import addresses, pointer
+from lightning_gc.core.message import Packed, reserve
+from lightning_gc.core.segments import Pending
+from lightning_gc.kernels.host.segments import (
+    addresses,
+    clean,
+    compensate,
+    pointer,
+    poison,
+    weights,
+)
 from lightning_gc.kernels.host.tensors import copysign, floor, jit, magnitude, multiply_add, times
 
+_NONE = np.zeros(1, np.bool_)
 CHUNK = 2048  # elements whose codes and random numbers lie in the first cache
 
 
@@ -33,8 +43,10 @@ def quantise(
     state = np.zeros(4, np.uint64)
     if noise is not None:
         _seed(state, np.uint64(noise.initial_seed()))
-    arrays = buffer.numpy(), norms.numpy(), packed.numpy()
-    _quantise(*arrays, block_size, bits, state, noise is not None, len(norms))
+    x = buffer.numpy()
+    weighted = (x, np.float32(1), np.float32(1), False)
+    arrays = x, norms.numpy(), packed.numpy()
+    _quantise(*arrays, block_size, bits, state, noise is not None, len(norms), weighted)
     return packed
 
 
@@ -42,32 +54,52 @@ class Table:
     """The parts of a bucket that share a payload of codes and norms.
 
     Args:
-        spans: first element and end of each part.
+        parts: first element and end of each part, and its place among the bucket's parameters.
         bits: of a code, at most 8.
         block_size: elements that share a norm.
     """
 
-    def __init__(self, spans: Sequence[tuple[int, int]], bits: int, block_size: int) -> None:
+    def __init__(self, parts: Sequence[tuple[int, int, int]], bits: int, block_size: int) -> None:
         self.bits, self.block_size = bits, block_size
         rows, codes, norms = [], 0, 0
-        for start, stop in spans:
-            rows.append((start, stop, codes, norms))
+        for start, stop, place in parts:
+            rows.append((start, stop, codes, norms, place))
             codes += packed_bytes(stop - start, bits)
             norms -= -(stop - start) // block_size
-        self.rows = np.array([*rows, (0, 0, codes, norms)])
+        self.rows = np.array([*rows, (0, 0, codes, norms, 0)])
+        self.fields = [(torch.uint8, codes), (torch.float32, norms)]
 
-    def encode(self, buffer: Tensor, seeds: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        """Return codes and norms of all parts; without ``seeds`` rounded to the nearest."""
-        *_, codes_length, norms_length = self.rows[-1].tolist()
-        codes = torch.empty(codes_length, dtype=torch.uint8, device=buffer.device)
-        norms = buffer.new_empty(norms_length)
-        drawn = np.array(seeds or [], np.uint64)
-        arrays = buffer.numpy(), self.rows, drawn, codes.numpy(), norms.numpy()
-        _encode(*arrays, self.block_size, self.bits)
-        return codes, norms
+    def encode(
+        self, buffer: Tensor, seeds: Sequence[int] | None, pending: Pending | None = None
+    ) -> Packed:
+        """Return codes and norms of all parts; without ``seeds`` rounded to the nearest.
+
+        With ``pending`` as ``core.segments.Pending`` says.
+        """
+        if pending is None:
+            packed = reserve(self.fields, buffer.device)
+            given = buffer, _NONE, np.float32(1), np.float32(1)
+        else:
+            packed = pending.reserve(self.fields)
+            grad = buffer if pending.grad is None else pending.grad
+            given = grad, (pending.peaks == 0).numpy(), *weights(pending)
+        grad, idle, *weighted = given
+        adds = pending is not None and pending.grad is not None
+        arrays = buffer.numpy(), self.rows, np.array(seeds or [], np.uint64)
+        sent = packed[0].numpy(), packed[1].numpy(), self.block_size, self.bits
+        _encode(*arrays, *sent, grad.numpy(), idle, *weighted, adds)
+        if pending is not None:
+            pending.end(packed)
+        return packed.first(2)
 
     def add(
-        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, scale: float, *, fresh: bool
+        self,
+        payloads: Sequence[Sequence[Tensor]],
+        out: Tensor,
+        scale: float,
+        pending: Pending | None = None,
+        *,
+        fresh: bool,
     ) -> bool:
         """Add ``scale`` times all payloads to the parts of ``out``, or to zeros if ``fresh``.
 
@@ -76,19 +108,29 @@ class Table:
         """
         codes, norms = ([t.contiguous() for t in each] for each in zip(*payloads, strict=True))
         arrays = addresses(codes), addresses(norms), out.numpy(), self.rows
-        return bool(_add(*arrays, self.block_size, self.bits, np.float32(scale), fresh))
+        sound = bool(_add(*arrays, self.block_size, self.bits, np.float32(scale), fresh))
+        if pending is not None:
+            poison(out, pending)
+        return sound
 
 
 @jit
-def _encode(x, rows, seeds, codes, norms, block_size, bits):
+def _encode(x, rows, seeds, codes, norms, block_size, bits, grad, idle, decay, gain, add):
     state = np.zeros(4, np.uint64)
     for part in range(rows.shape[0] - 1):
-        start, stop, code, norm = rows[part]
+        start, stop, code, norm, place = rows[part]
         if seeds.size:
             _seed(state, seeds[part])
+        mine, new = x[start:stop], grad[start:stop]
+        given = mine
+        if add and idle[place]:
+            compensate(mine, new, decay, gain)
+            clean(mine)
+            given = np.zeros(stop - start, np.float32)
+        weighted = (new, decay, gain, add and not idle[place])
         own = norms[norm : rows[part + 1, 3]]
         packed = codes[code : rows[part + 1, 2]]
-        _quantise(x[start:stop], own, packed, block_size, bits, state, seeds.size > 0, 0)
+        _quantise(given, own, packed, block_size, bits, state, seeds.size > 0, 0, weighted)
 
 
 @jit
@@ -97,7 +139,7 @@ def _add(codes, norms, out, rows, block_size, bits, scale, fresh):
     unpacked = np.empty(CHUNK, np.uint8)
     highest = np.uint8(0)
     for part in range(rows.shape[0] - 1):
-        first, end, code, norm = rows[part]
+        first, end, code, norm, _ = rows[part]
         for start in range(0, end - first, CHUNK):
             stop = min(start + CHUNK, end - first)
             mean = out[first + start : first + stop]
@@ -174,8 +216,12 @@ def _largest(bits, block_size, norms):
 
 
 @jit
-def _quantise(x, norms, packed, block_size, bits, state, draw, known):
-    """Round and pack x; the first ``known`` norms are given, and the others are found here."""
+def _quantise(x, norms, packed, block_size, bits, state, draw, known, weighted):
+    """Round and pack x; the first ``known`` norms are given, and the others are found here.
+
+    ``weighted`` has a gradient, both weights, and whether x is an error to compensate by them.
+    """
+    grad, decay, gain, add = weighted
     s = np.float32(2 ** (bits - 1) - 1)
     noise = np.full(CHUNK, 0.5, np.float32)
     words = np.empty(CHUNK // 2, np.uint64)
@@ -185,8 +231,10 @@ def _quantise(x, norms, packed, block_size, bits, state, draw, known):
         size = stop - start
         end = (stop + block_size - 1) // block_size
         if end > known:
-            bits_of = x[known * block_size : end * block_size].view(np.int32)
-            _largest(bits_of, block_size, norms[known:end].view(np.int32))
+            found = slice(known * block_size, end * block_size)
+            if add:
+                compensate(x[found], grad[found], decay, gain)
+            _largest(x[found].view(np.int32), block_size, norms[known:end].view(np.int32))
             known = end
         if draw:
             _sfc64(state, words[: (size + 1) // 2])
@@ -198,6 +246,8 @@ def _quantise(x, norms, packed, block_size, bits, state, draw, known):
             part = slice(at - start, end - start)
             _round(x[at:end], noise[part], codes[part], norms[block], s)
             at = end
+        if add:
+            clean(x[start:stop])
         pack_codes(codes, size, bits, packed[start * bits // 8 : (stop * bits + 7) // 8])
 
 
@@ -349,7 +399,7 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         dequantise(packed, norms, _BLOCK, bits, out, 1 / 3)
         value = (codes - s) / s * wide
         yield out, numbers.add(value, alpha=1 / 3)
-        table, left = Table([(0, _NUMEL)], bits, _BLOCK), numbers.clone()
+        table, left = Table([(0, _NUMEL, 0)], bits, _BLOCK), numbers.clone()
         whole = table.encode(left, None if noise is None else [_SEED])
         yield whole[0], packed
         yield whole[1], norms

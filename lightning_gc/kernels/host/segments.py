@@ -125,26 +125,42 @@ def _put(places, numel, share, out, table):
             first = False
 
 
-def book(buffer: Tensor, mean: Tensor, times: int, places: np.ndarray[Any, Any]) -> None:
-    """Add ``times`` what is left of a mean, as ``schemes.base.book`` does.
+def book(
+    buffer: Tensor,
+    mean: Tensor,
+    times: int,
+    places: np.ndarray[Any, Any],
+    idle: np.ndarray[Any, Any] | None = None,
+) -> None:
+    """Add ``times`` what is left of a mean, as ``schemes.base.book`` and the guard do.
 
     Args:
         buffer: of the whole bucket.
         mean: a row of shards.
         times: W.
         places: first element and end in the bucket, and first element in the row, ``(n, 3)`` int64.
+        idle: which of them are of idle parameters, ``(n,)``; the engine has set their errors aside
+            if it is left out.
     """
-    _book(buffer.numpy(), mean.numpy(), np.float32(times), places)
+    idle = np.zeros(len(places), np.bool_) if idle is None else idle
+    _book(buffer.numpy(), mean.numpy(), np.float32(times), places, idle)
 
 
 @jit
-def _book(buffer, mean, times, places):
+def _book(buffer, mean, times, places, idle):
     for part in range(places.shape[0]):
         start, stop, row = places[part]
         mine, left = buffer[start:stop], mean[row : row + stop - start]
         clean(left)
-        for i in range(mine.size):
-            mine[i] = multiply_add(left[i], times, mine[i])
+        if idle[part]:  # the error is added when the sum has been rounded
+            for i in range(mine.size):
+                left[i] *= times
+            clean(left)
+            for i in range(mine.size):
+                mine[i] += left[i]
+        else:
+            for i in range(mine.size):
+                mine[i] = multiply_add(left[i], times, mine[i])
         clean(mine)
 
 

@@ -80,7 +80,7 @@ def kept(compressor: Compressor, *, gain: float = 1.0) -> Memory:
 @pytest.mark.parametrize("kind", some(KINDS, ("idle", "not finite")))
 @pytest.mark.parametrize(
     "compressor",
-    some(METHODS[2:], [gc.QSGD(4), gc.Uniform(16, block_size=3000), gc.BinMeans(4, 8)]),
+    some(METHODS, [gc.Cast(), gc.QSGD(4), gc.Uniform(16, block_size=3000), gc.BinMeans(4, 8)]),
     ids=repr,
 )
 def test_shards(compressor: Compressor, kind: str) -> None:

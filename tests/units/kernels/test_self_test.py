@@ -16,7 +16,7 @@ KERNELS = [
     ("quantise", "levels", "round_and_pack"),
     ("dequantise", "levels", "unpack_and_add"),
     *(("levels", "levels", kernel) for kernel in ("raise_peaks", "round_tiles", "average_tiles")),
-    ("shards", "segments", "book_pieces"),
+    ("block shards", "segments", "book_pieces"),  # the first of three families
     *(
         ("segments", "segments", kernel)
         for kernel in (
