@@ -26,8 +26,8 @@ class DynamicTree(Blockwise8Bit):
     ``C(x)_i = L · nearest(x_i / L)``, where L is the largest magnitude of the block. A byte has
     one bit for the sign, leading zeros that count the decades, and a linear fraction in the rest:
     64 values of either sign between 0.1 and 1, 32 between 0.01 and 0.1, down to one between 10^−7
-    and 10^−6; then 0 and 1. So a value is the more exact the larger it is, and none of seven decades
-    is lost. −1 is not among the values; −0.993 is.
+    and 10^−6; then 0 and 1. So larger values are more exact, and none of seven decades is lost. −1
+    is not among the values; −0.993 is.
 
     Args:
         block_size: elements that share L. Smaller means less error and more numbers to send.
