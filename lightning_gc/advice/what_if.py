@@ -49,8 +49,8 @@ MATRICES = 48
 MARGIN = 1.5
 """Factor by which a predicted speed may be off.
 
-Measured with two workers on two cores: 1.07 in the median, 1.19 at worst. With more workers than
-cores it was 2.1 at worst (``benchmarks/results/shipped_costs_20261126.md``).
+Measured with two workers on two cores: 1.02 in the median, 1.21 at worst. With more workers than
+cores it was 1.47 at worst (``benchmarks/results/shipped_costs_20261126.md``).
 """
 
 
