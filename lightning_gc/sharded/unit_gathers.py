@@ -232,9 +232,10 @@ class UnitGathers:
 
         Empty if the compressor has no level.
         """
-        parts = (part for gather in self._gathers for part in gather.parts)
-        found = {part.name: part.codec and part.codec.level for part in parts if part.kept}
-        return found if self.settings.knob is not None else {}
+        if self.settings.knob is None:
+            return {}
+        parts = [part for gather in self._gathers for part in gather.parts if part.kept]
+        return {part.name: None if part.codec is None else part.codec.level for part in parts}
 
     def sizes(self) -> dict[str, int]:
         """Return the elements of the same weights."""
