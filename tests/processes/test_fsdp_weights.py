@@ -81,7 +81,6 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     found = loops(rank)
     found["resumed"] = resumes(rank)
     found["levels"] = levels(rank)
-    found["turned"] = {name: turned(rank, weights) for name, weights in LEVELLED.items()}
     found["shares"] = [share(policy) for policy in (MixedPrecisionPolicy(), BFLOAT16)]
     options: dict[str, Any] = {"weights": LEVELLED["differences"], "memory": ERRORS}
     options["weights_controller"] = Schedule((4, 6))
@@ -158,6 +157,11 @@ def resumed(rank: int, states: list[Any], **options: Any) -> Loop:
     for part, state in zip((loop.net, loop.optimizer, loop.handle), states, strict=True):
         part.load_state_dict(state)
     return loop
+
+
+def turns(rank: int) -> dict[str, dict[str, Any]]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    return {name: turned(rank, weights) for name, weights in LEVELLED.items()}
 
 
 def turned(rank: int, weights: Any) -> dict[str, Any]:
@@ -249,15 +253,21 @@ def test_a_controller_sets_equal_levels_on_all_ranks(looped: Any) -> None:
     assert looped[1]["levels"] == first
 
 
+@pytest.fixture(scope="module")
+def knobs() -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = run_in_processes(turns, 2)
+    return results
+
+
 @pytest.mark.parametrize("name", LEVELLED)
-def test_a_controller_sets_the_level_of_weights(looped: Any, name: str) -> None:
+def test_a_controller_sets_the_level_of_weights(knobs: Any, name: str) -> None:
     """On all ranks at once: they compute with the same bits; None gathers exact weights."""
-    first = looped[0]["turned"][name]
+    first = knobs[0][name]
     compressed = {"table.weight", "body.0.weight", "body.1.weight", "frozen.weight"}
     assert first["levels"] == [dict.fromkeys(compressed, level) for level in (8, None, 6, 6)]
     assert first["bytes"][1] > first["bytes"][0] > first["bytes"][2]
-    for rank in looped:
-        mine = rank["turned"][name]
+    for rank in knobs:
+        mine = rank[name]
         assert mine["levels"] == first["levels"]
         pairs = zip(mine["computed"], first["computed"], strict=True)
         assert all(same(*pair) for pair in pairs)
@@ -266,9 +276,9 @@ def test_a_controller_sets_the_level_of_weights(looped: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEVELLED)
-def test_levels_of_weights_resume_bit_for_bit(looped: Any, name: str) -> None:
+def test_levels_of_weights_resume_bit_for_bit(knobs: Any, name: str) -> None:
     """Before a decision, and after it."""
-    assert all(rank["turned"][name]["resumed"] == [True, True] for rank in looped)
+    assert all(rank[name]["resumed"] == [True, True] for rank in knobs)
 
 
 def test_a_fit_resumes_bit_for_bit(looped: Any) -> None:
