@@ -1,4 +1,4 @@
-"""BothKnobs: a controller for the levels of gradients, and one for those of gathered weights."""
+"""BothKnobs: one controller for levels of gradients, and one for levels of gathered weights."""
 
 from __future__ import annotations
 
