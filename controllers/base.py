@@ -172,6 +172,8 @@ class Observation:
         bandwidth_gbps: in 10⁹ bits per second, fitted to ``exchanges``; a lower bound if all
             messages have one size.
         link_r2: share of the variance of their seconds that the fit explains.
+        weight_sizes: as ``sizes``, of the weights that FSDP gathers compressed.
+        weight_levels: as ``levels``, of these weights.
     """
 
     epoch: int
@@ -207,6 +209,8 @@ class Observation:
     latency_us: float = 0.0
     bandwidth_gbps: float = 0.0
     link_r2: float = 0.0
+    weight_sizes: Mapping[str, int] = field(default_factory=dict)
+    weight_levels: Mapping[str, Level] = field(default_factory=dict)
 
     @property
     def density(self) -> float:
@@ -229,6 +233,8 @@ class Decision:
             ``Decision(None, keeps_levels=True, every=8)``.
         every: with local steps, H from the next round on; None keeps H. Only for a controller that
             declares it in ``Needs.rounds``.
+        weights: ``level`` and ``levels`` of the weights that FSDP gathers; None keeps them. Set by
+            the argument ``weights_controller``.
     """
 
     level: Level
@@ -238,6 +244,7 @@ class Decision:
     warning: str = ""
     keeps_levels: bool = False
     every: int | None = None
+    weights: tuple[Level, Mapping[str, Level]] | None = None
 
 
 class KnobLike(Protocol):

@@ -273,6 +273,11 @@ class Attached:
         """The level of every parameter that is compressed; None: uncompressed for now."""
         return self._workers.levels()
 
+    @property
+    def weight_levels(self) -> dict[str, float | None]:
+        """The same of gathered weights, if their compressor has a level: FSDP with ``weights``."""
+        return self._workers.weight_levels()
+
     def figures(self) -> dict[str, float]:
         """Return figures of the last exchange for the monitor, besides its own."""
         return {}

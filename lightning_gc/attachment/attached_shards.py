@@ -160,6 +160,7 @@ class AttachedScatters(_InShards):
                 gathered,
                 lambda: workers.first.step,
             )
+            workers.weights = self._gathers
             accounts = [WithWeights(recording, gathered, self._gathers.dense)]
             if weights.differences:
                 workers.own[_COPIES] = [self._gathers]
@@ -191,6 +192,7 @@ class AttachedScatters(_InShards):
         if self._gathers is not None:
             self._gathers.close()
             self._workers.own.pop(_COPIES, None)
+            self._workers.weights = None
 
 
 _COPIES = "weights"

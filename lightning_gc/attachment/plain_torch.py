@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Literal, cast
 
@@ -35,6 +36,7 @@ from lightning_gc.sharded.shard_validation import (
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
 from lightning_gc.sharded.unit_gathers import Weights, weights_of
 from lightning_gc.sharded.unit_scatters import ReduceScatter
+from lightning_gc.sharded.weights_controller import with_weights
 
 
 def attach(
@@ -52,6 +54,7 @@ def attach(
     bucket_cap_mb: float = 25,
     min_numel: int = MIN_NUMEL,
     weights: Weights | None = None,
+    weights_controller: Controller | None = None,
     hops: Literal[1, 2] = 1,
     workers_per_node: int | None = None,
 ) -> Attached:
@@ -86,9 +89,11 @@ def attach(
         bucket_cap_mb: of a model in shards with replicas: megabytes of a rank's shards from which
             on a bucket is full, as for ``CompressedHSDPStrategy``. DDP has its own.
         min_numel: as for ``CompressedDDPStrategy``.
-        weights: without replicas only, like the next two, which are as for
+        weights: without replicas only, like the next three, which are as for
             ``CompressedFSDPStrategy``: compressor of FSDP2's all-gathers. ``Identity()`` as the
             compressor leaves gradients as they are.
+        weights_controller: chooses levels of ``weights``, when the training loop calls
+            ``begin_epoch``.
         hops: in which gradients are exchanged, 1 or 2.
         workers_per_node: ranks of a node, for two hops; None: ``LOCAL_WORLD_SIZE``, which torchrun
             sets.
@@ -129,17 +134,23 @@ def attach(
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         scheme = ReduceScatter(workers_per_node or (local if hops == 2 else 1))
     else:
-        _refuse_fsdp_arguments(weights, hops, workers_per_node)
+        _refuse_fsdp_arguments(
+            weights=weights,
+            weights_controller=weights_controller,
+            workers_per_node=workers_per_node,
+            hops=hops,
+        )
     configuration = configure("attach", compressor, memory, scheme, seed, min_numel)
     if isinstance(optimizers, torch.optim.Optimizer):
         optimizers = [optimizers]
     verification(verify, "attach")
     its = list(optimizers or ())
-    if controller is not None and not its:
-        raise ValueError(
-            f"attach(..., controller={controller!r}): a controller sees the learning rates; give "
-            f"optimizers=optimizer."
-        )
+    for name, given in {"controller": controller, "weights_controller": weights_controller}.items():
+        if given is not None and not its:
+            raise ValueError(
+                f"attach(..., {name}={given!r}): a controller sees the learning rates; give "
+                f"optimizers=optimizer."
+            )
     if isinstance(module, DistributedDataParallel):
         setup = Setup.of_loop(
             *("attach", configuration, controller, its, module),
@@ -165,6 +176,8 @@ def attach(
             verify=verify,
             more_workers="use more ranks, or leave attach out",
         )
+        both = with_weights("attach", controller, weights_controller, gathers)
+        setup = replace(setup, controller=both, device=units[0].device)
         return AttachedScatters(model, setup, group_of_all(units), gathers).watch()
     mesh = replicated_mesh(units)
     setup = Setup.of_loop(
@@ -179,7 +192,9 @@ def attach(
 def _refuse_other_modules(module: object) -> None:
     """Raise ValueError for a module whose exchange of gradients is not one that we can replace."""
     given, wanted = type(module).__name__, (DistributedDataParallel, FSDPModule)
-    if any(base.__module__.startswith(_REPLICATE) for base in type(module).__mro__):
+    inside = list(module.modules()) if isinstance(module, nn.Module) else []
+    bases = {base for each in inside for base in type(each).__mro__}
+    if any(base.__module__.startswith(_REPLICATE) for base in bases):
         raise ValueError(
             f"attach({given}(...)): modules of torch's replicate(...) are not supported; use "
             f"DistributedDataParallel(model) instead of replicate(model)."
@@ -191,7 +206,6 @@ def _refuse_other_modules(module: object) -> None:
             f"attach({given}(...)): call attach before torch.compile, or compile the model before "
             f"DistributedDataParallel wraps it: attach(ddp, ...), then torch.compile(ddp)."
         )
-    inside = module.modules() if isinstance(module, nn.Module) else ()
     held = next((type(each).__name__ for each in inside if isinstance(each, wanted)), None)
     if held is not None:
         raise ValueError(
@@ -216,9 +230,8 @@ def _refuse_replica_arguments(**given: object) -> None:
             )
 
 
-def _refuse_fsdp_arguments(weights: object, hops: int, workers_per_node: int | None) -> None:
+def _refuse_fsdp_arguments(**given: object) -> None:
     """Raise ValueError for an argument of FSDP's with another module."""
-    given = {"weights": weights, "workers_per_node": workers_per_node, "hops": hops}
     for name, value in given.items():
         if value not in (None, 1):
             raise ValueError(

@@ -64,6 +64,7 @@ _MAYBE = {
     "mode": Leaf("'mean'", lambda v: v == "mean"),  # since format 3
     **dict.fromkeys(("exchanged", "common", "own"), ANYTHING),  # with local steps
 }
+_DECIDED = ("state", "levels", "every", "weights", "pause", "epoch")
 _SHARED = ", with levels, buckets and decisions of checksum "
 _ZERO = "or leave load_state_dict out, and errors begin at zero"
 
@@ -263,7 +264,7 @@ def _saved_with(state: Tree, workers: Workers) -> str:
     shared = {
         "levels": state["levels"],
         "layout": [] if workers.place() else state["layout"],
-        "loop": {name: loop.get(name) for name in ("state", "levels", "every", "pause", "epoch")},
+        "loop": {name: loop.get(name) for name in _DECIDED},
         # Integer buffers of a module may differ.
         "common": {n: part for n, part in state.get("common", {}).items() if n != MODULE},
     }

@@ -27,6 +27,7 @@ from lightning_gc.core import (
     Record,
 )
 from lightning_gc.core.state_structure import FINITE, FLAG, INTEGER, LEVEL
+from lightning_gc.engine.levels import Requested
 from lightning_gc.exchange.peers import Peers
 from lightning_gc.exchange.workers import Workers
 from lightning_gc.transports.distributed import broadcast_text
@@ -88,12 +89,14 @@ class ControlLoop:
         for each, account in zip(self.statistics, self._workers.accounts, strict=True):
             each.attach(account)
         self._set_every(self._every)
+        self._set_weights(self._weights)
 
     def begin_anew(self) -> None:
         """Forget all decisions, and observe from the engines' current step on."""
         self._begin()
         self._workers.forget_levels()
         self._set_every(None)
+        self._set_weights(None)
         for each in self.statistics:
             each.begin()
             each.epoch.end_epoch()
@@ -103,6 +106,7 @@ class ControlLoop:
         self.decision: Decision | None = None
         self.ended = True
         self._every: int | None = None  # H in force; None: the plan's
+        self._weights: Requested | None = None  # levels in force; None: their compressor's own
         self._epoch: int | None = None  # of the last decision
         self._pause = 0  # steps between decisions within an epoch; 0: none
         self._rate = 0.0
@@ -177,6 +181,7 @@ class ControlLoop:
             "due": sorted({*due, *(self._to_come - current.keys())}),
             "levels": self._workers.first.levels.requested(),
             "every": self._every,
+            "weights": self._weights,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,6 +199,7 @@ class ControlLoop:
             if state["levels"] is not None:
                 self._workers.set_levels(*state["levels"])
             self._set_every(state["every"])
+            self._set_weights(state.get("weights"))
         elif self.decision is not None:  # a checkpoint of 0.1 has no levels
             self._carry_out(self.decision)
 
@@ -230,6 +236,12 @@ class ControlLoop:
             self._workers.set_levels(decision.level, decision.levels)
         if decision.every is not None:
             self._set_every(decision.every)
+        if decision.weights is not None:
+            self._set_weights(decision.weights)
+
+    def _set_weights(self, levels: Requested | None) -> None:
+        if self._workers.weights is not None:
+            self._weights = self._workers.weights.set_levels(levels)
 
     def _set_every(self, every: int | None) -> None:
         self._every = every
@@ -303,6 +315,7 @@ CONTROL_STATE = Record(
                     "warning": TEXT,
                     "keeps_levels": FLAG,
                     "every": Optional(COUNT),
+                    "weights": Optional(Pair(LEVEL, Each(LEVEL))),
                 },
             )
         ),
@@ -317,6 +330,7 @@ CONTROL_STATE = Record(
     {  # not in checkpoints of 0.1
         "levels": Optional(Pair(LEVEL, Each(LEVEL))),  # in force; a decision may keep earlier ones
         "every": Optional(COUNT),
+        "weights": Optional(Pair(LEVEL, Each(LEVEL))),
         "due": Listed(TEXT),
         "first_steps": INTEGER,
     },

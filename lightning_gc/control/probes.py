@@ -346,6 +346,8 @@ class Probes:
             "num_compressed": sum(sizes.values()),
             "sent_elements": sent,
             "levels": workers.levels() if steps else {},
+            "weight_sizes": {} if workers.weights is None else workers.weights.sizes(),
+            "weight_levels": workers.weight_levels() if steps else {},
         }
 
     def rates(self, step: int, rate: float, to_come: RatesToCome | None) -> dict[str, Any]:

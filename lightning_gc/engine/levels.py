@@ -7,13 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_gc.compressors.base import Codec, Compressor
+from lightning_gc.compressors.base import Codec, Compressor, Knob
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter
 from lightning_gc.core import Each, Leaf, Number, Optional, Pair, Structure
+
+Requested = tuple[float | None, Mapping[str, float | None]]
+"""A level for all parameters, and levels by parameter name: the arguments of ``Levels.set``."""
 
 
 class Levels:
     """The compressor at its current levels, with any wrappers.
+
+    Args:
+        compressor: with its own level.
+        knob: a narrower range of levels than the compressor's; None: all of that range.
 
     Attributes:
         compressor: at the common level, with the levels by name.
@@ -22,10 +29,10 @@ class Levels:
         changed: levels have been set.
     """
 
-    def __init__(self, compressor: Compressor) -> None:
+    def __init__(self, compressor: Compressor, knob: Knob | None = None) -> None:
         self._first = compressor
         self.traits = compressor.traits
-        knob = compressor.knob
+        self._knob = knob = knob or compressor.knob
         self._tightest = compressor if knob is None else compressor.at(knob.tightest)
         self.forget()
 
@@ -52,8 +59,8 @@ class Levels:
             UserWarning: a level outside the knob's range, which is clamped.
         """
         compressor = self._common_compressor
-        by_name = {name: _clamped(compressor, v, name) for name, v in (levels or {}).items()}
-        level = _clamped(compressor, level, "all parameters")
+        by_name = {name: self._clamped(v, name) for name, v in (levels or {}).items()}
+        level = self._clamped(level, "all parameters")
         if level is not None:
             compressor = compressor.at(level)
         # Elementwise codecs work on whole buckets, but with the same result per parameter.
@@ -68,11 +75,11 @@ class Levels:
 
     def sample(self, level: float) -> Compressor:
         """Return the compressor with one level for all parameters, without setting it."""
-        clamped = _clamped(self._common_compressor, level, "an error curve")
+        clamped = self._clamped(level, "an error curve")
         assert clamped is not None
         return self._common_compressor.at(clamped)
 
-    def requested(self) -> tuple[float | None, dict[str, float | None]] | None:
+    def requested(self) -> Requested | None:
         """Return the arguments of the last ``set``, clamped; None if there was none."""
         return (self._common, dict(self._by_name)) if self.changed else None
 
@@ -89,6 +96,35 @@ class Levels:
             name: level if level is not None and at[level].compresses(shapes[name]) else None
             for name, level in found.items()
         }
+
+    def compressor_of(self, name: str, shape: tuple[int, ...]) -> Compressor | None:
+        """Return the compressor of one parameter at its level; None: it is uncompressed."""
+        compressor = self._common_compressor
+        if self._knob is not None:
+            level = self._by_name.get(name, self._common)
+            if level is None:
+                return None
+            compressor = compressor.at(level)
+        return compressor if compressor.compresses(shape) else None
+
+    def _clamped(self, level: float | None, whose: str) -> float | None:
+        """Clamp a level to the knob's range, with a warning; None stays None."""
+        knob = self._knob
+        if level is None:
+            return None
+        if knob is None or not 0 <= level < float("inf"):
+            raise ValueError(
+                f"Level {level!r} for {whose} makes no sense to {self._common_compressor!r}"
+                + (f": {knob.field} is in {knob.low:g}..{knob.high:g}." if knob else ".")
+            )
+        nearest = knob.clamp(level)
+        if not knob.low <= level <= knob.high:  # whole numbers are rounded without a word
+            warnings.warn(
+                f"Level {level!r} for {whose} is outside {knob.field}'s {knob.low:g}.."
+                f"{knob.high:g} and has been set to {nearest!r}.",
+                stacklevel=4,
+            )
+        return nearest
 
 
 @dataclass(frozen=True)
@@ -110,23 +146,3 @@ class RequestedLevels(Structure):
             Levels(self.compressor).set(*value)
         except ValueError as error:
             raise ValueError(f"{place or 'the state'} cannot be set: {error}") from error
-
-
-def _clamped(compressor: Compressor, level: float | None, whose: str) -> float | None:
-    """Clamp a level to the knob's range, with a warning; None stays None."""
-    knob = compressor.knob
-    if level is None:
-        return None
-    if knob is None or not 0 <= level < float("inf"):
-        raise ValueError(
-            f"Level {level!r} for {whose} makes no sense to {compressor!r}"
-            + (f": {knob.field} is in {knob.low:g}..{knob.high:g}." if knob else ".")
-        )
-    nearest = knob.clamp(level)
-    if not knob.low <= level <= knob.high:  # whole numbers are rounded without a word
-        warnings.warn(
-            f"Level {level!r} for {whose} is outside {knob.field}'s {knob.low:g}..{knob.high:g} "
-            f"and has been set to {nearest!r}.",
-            stacklevel=4,
-        )
-    return nearest

@@ -40,16 +40,7 @@ def check_controller(
     """
     if controller is None:
         return
-    if isinstance(controller, type) and issubclass(controller, Controller):
-        raise ValueError(
-            f"{whose}(controller={controller.__name__}): that is a class; give an instance of it, "
-            f"{controller.__name__}(...)."
-        )
-    if not isinstance(controller, Controller):
-        raise ValueError(
-            f"{whose}(controller={controller!r}): give an instance, such as "
-            f"lightning_gc.controllers.Fixed(0.01), or leave it out."
-        )
+    check_controller_class(controller, whose)
     controller.check(compressor.knob)
     if controller.needs.errors and not memory.buffers:
         raise ValueError(
@@ -60,6 +51,20 @@ def check_controller(
         raise ValueError(
             f"{whose}(controller={controller!r}): it sets the steps of a round, and here gradients "
             f"are exchanged at every step; use LocalStepsStrategy."
+        )
+
+
+def check_controller_class(controller: Any, whose: str, argument: str = "controller") -> None:
+    """Raise ValueError for anything but an instance of ``Controller``."""
+    if isinstance(controller, type) and issubclass(controller, Controller):
+        raise ValueError(
+            f"{whose}({argument}={controller.__name__}): that is a class; give an instance of it, "
+            f"{controller.__name__}(...)."
+        )
+    if not isinstance(controller, Controller):
+        raise ValueError(
+            f"{whose}({argument}={controller!r}): give an instance, such as "
+            f"lightning_gc.controllers.Fixed(0.01), or leave it out."
         )
 
 

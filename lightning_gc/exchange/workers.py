@@ -19,7 +19,7 @@ from lightning_gc.core.registry import make
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import by_default, combine, waits_of_step
 from lightning_gc.engine.engine import compressor_state
-from lightning_gc.engine.levels import RequestedLevels
+from lightning_gc.engine.levels import Requested, RequestedLevels
 from lightning_gc.exchange.validation import refuse_complex_parameters
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.schemes import SCHEMES, Scheme
@@ -140,6 +140,19 @@ class HasRounds(Protocol):
         """Forget all that is kept from step to step."""
 
 
+class HasWeights(Protocol):
+    """Gathers of weights by a compressor whose level a controller may set."""
+
+    def set_levels(self, given: Requested | None) -> Requested | None:
+        """Use levels from the next gather on; None: the compressor's own. Return them, clamped."""
+
+    def levels(self) -> dict[str, float | None]:
+        """Return the level of every weight that is compressed; None: uncompressed for now."""
+
+    def sizes(self) -> dict[str, int]:
+        """Return the elements of the same weights."""
+
+
 class Workers:
     """One engine per worker of this process: one in a real run, W in a simulated one.
 
@@ -156,6 +169,7 @@ class Workers:
         own: name -> state of each of these workers, for its side file; not averaged.
         common: name -> state that is equal on all workers, for the checkpoint itself.
         rounds: of each of these workers, with local steps.
+        weights: gathers of compressed weights, in FSDP; None elsewhere.
         exchanged: what errors are in units of: ``"gradients"`` or ``"weights"``.
         run: a random name of this fit, equal on all workers, for checkpoints.
     """
@@ -171,6 +185,7 @@ class Workers:
         self.own: dict[str, Sequence[BelongsToWorker]] = {}
         self.common: dict[str, HasCommonState] = {}
         self.rounds: Sequence[HasRounds] = ()
+        self.weights: HasWeights | None = None
         self.exchanged = "gradients"
         self.run = ""
 
@@ -276,6 +291,10 @@ class Workers:
         if not self.engines:
             return {}
         return self.first.levels.of({n: self._largest(p) for p, n in self.compressed().items()})
+
+    def weight_levels(self) -> dict[str, float | None]:
+        """Return the same of gathered weights, where their compressor has a level."""
+        return {} if self.weights is None else self.weights.levels()
 
     def set_levels(
         self, level: float | None, levels: Mapping[str, float | None] | None = None

@@ -209,6 +209,10 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         """Return the level of every parameter that is compressed; None: uncompressed for now."""
         return self.local_workers.levels()
 
+    def weight_levels(self) -> dict[str, float | None]:
+        """Return the same of gathered weights, if their compressor has a level: FSDP only."""
+        return self.local_workers.weight_levels()
+
     def _attach(self, make: Callable[[Setup], Attached]) -> None:
         """Begin a fit: end what an earlier one has left, and attach to the module."""
         share = self.memory.lookahead

@@ -30,6 +30,7 @@ from lightning_gc.sharded.shard_validation import (
 from lightning_gc.sharded.sharded_workers import FSDPWorkers
 from lightning_gc.sharded.unit_gathers import Weights, weights_of
 from lightning_gc.sharded.unit_scatters import ReduceScatter
+from lightning_gc.sharded.weights_controller import with_weights
 
 _OWNER = "CompressedFSDPStrategy"
 
@@ -56,8 +57,10 @@ class CompressedFSDP(ShardedStrategy):
             ``WeightDifferences()``, which keeps a copy of all weights on each rank. None:
             uncompressed, by FSDP2 itself. 1-D weights and those under ``min_numel`` are gathered
             exactly: biases, norms and small embeddings.
-        controller: chooses levels of ``gradients``, as for ``CompressedHSDPStrategy``. Weights keep
-            their level.
+        controller: chooses levels of ``gradients``, as for ``CompressedHSDPStrategy``.
+        weights_controller: chooses levels of ``weights``, between epochs: ``Schedule``, ``BySize``,
+            ``Plan`` or ``DynamicBitWidth``. It needs a quantiser with a level, such as
+            ``weights=Uniform(8, block_size=64)``. None: weights keep their level.
         memory: error feedback in 8 bits, ``NarrowResidual("int8")``, at the price of 1.03 bytes per
             parameter of the model on every rank. Wider errors are refused: W times the shard, they
             would undo FSDP. None, or ``"none"`` for a biased compressor: errors are dropped.
@@ -88,11 +91,11 @@ class CompressedFSDP(ShardedStrategy):
 
     Raises:
         ValueError: nothing to compress, a compressor with several rounds (PowerSGD) or that votes,
-            a memory of more than 8 bits, weights by a method that loses too much of them, an
-            unknown argument; at fit start, on all ranks, a model without ``fully_shard``, on a mesh
-            of other ranks or of two dimensions, with trained parameters outside, tensor
-            parallelism, gradients reduced in float16, a custom reduce-scatter or another
-            divisor; ranks with other settings or units.
+            a memory of more than 8 bits, weights by a method that loses too much of them, a
+            controller without a level to set, an unknown argument; at fit start, on all ranks, a
+            model without ``fully_shard``, on a mesh of other ranks or of two dimensions, with
+            trained parameters outside, tensor parallelism, gradients reduced in float16, a custom
+            reduce-scatter or another divisor; ranks with other settings or units.
         RuntimeError: torch before 2.9; in a backward pass, parameters that were unfrozen since or,
             with torch before 2.13, that have no gradient; a pass after one that was interrupted.
 
@@ -129,6 +132,7 @@ class CompressedFSDP(ShardedStrategy):
         *,
         weights: Weights | None = None,
         controller: Controller | None = None,
+        weights_controller: Controller | None = None,
         hops: Literal[1, 2] = 1,
         workers_per_node: int | None = None,
         state: Literal["full", "mean", "off"] = "full",
@@ -150,6 +154,7 @@ class CompressedFSDP(ShardedStrategy):
         self._configure(given, memory, scheme, controller, seed, state, "float32", limit)
         self.weights = weights
         self._gathers = None if weights is None else weights_of(_OWNER, weights, seed, min_numel)
+        self.controller = with_weights(_OWNER, controller, weights_controller, self._gathers)
         refuse_errors(_OWNER, self.compressor, self.memory, memory is not None)
         check_verify(_OWNER, verify)
         self.verify = verify

@@ -135,6 +135,12 @@ class Unit:
         self._group.mesh_info = info
 
     @property
+    def device(self) -> torch.device:
+        """Where gradients are reduced, also if parameters are offloaded to the host."""
+        device: torch.device = self._group.device
+        return device
+
+    @property
     def offloads(self) -> bool:
         """Whether gradients are moved to the host as soon as they are reduced."""
         return bool(getattr(self._group.offload_policy, "pin_memory", None) is not None)
@@ -260,6 +266,10 @@ class Unit:
         """Let ``comm``, of the interface of torch's ``AllGather``, do the all-gathers."""
         self._own_gather = self._group._all_gather_comm
         self._module.set_custom_all_gather(comm)
+
+    def reshard(self) -> None:
+        """Free gathered parameters, between two passes, so that the next pass gathers again."""
+        self._module.reshard()
 
     def forget(self) -> None:
         """Call no hook any more."""

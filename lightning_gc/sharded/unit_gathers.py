@@ -7,7 +7,7 @@ same group, the same stream and the same order of calls as FSDP2's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.compressors import COMPRESSORS, Compressor, Float4
-from lightning_gc.compressors.base import Codec, limits_of
+from lightning_gc.compressors.base import Codec, Knob, limits_of
 from lightning_gc.core import Bucket, Each, Flow, Gather, Payload
 from lightning_gc.core.registry import make
 from lightning_gc.core.settings import Settings
 from lightning_gc.core.state_structure import FLOATS, NOTHING
 from lightning_gc.engine.compatibility import by_default
+from lightning_gc.engine.levels import Levels, Requested
 from lightning_gc.sharded.fsdp_units import Unit, in_backward
 from lightning_gc.sharded.sharded_workers import stacked
 from lightning_gc.transports.accounting import Recording
@@ -71,11 +72,13 @@ class WeightSettings:
         compressor: with its wrappers.
         differences: whether differences are sent.
         seed: of private random numbers.
+        knob: the compressor's, with the levels that lose little enough; None: it has no level.
     """
 
     compressor: Compressor
     differences: bool
     seed: int
+    knob: Knob | None = None
 
 
 def weights_of(owner: str, weights: Weights, seed: int, min_numel: int) -> WeightSettings:
@@ -102,28 +105,54 @@ def weights_of(owner: str, weights: Weights, seed: int, min_numel: int) -> Weigh
         )
     if method.keeps((64, 64)) is not NOTHING or method.traits.needs_sums:
         raise ValueError(f"{said}: weights have no state from step to step. Use Int8().")
-    lost = method.bound(1 << 12).allowed(1.0)
-    if differences and not lost < 1:
+    lost, most = _lost(method), 1.0 if differences else _MOST
+    if differences and not lost < most:
         raise ValueError(
             f"{said}: its error may be larger than the difference, so the copies of the weights "
             f"would not follow them. Use WeightDifferences(Float4()), or more bits."
         )
-    if not differences and lost > _MOST:
+    if not lost < most:
         raise ValueError(
             f"{said}: it may lose {lost:.0%} of a tensor's squared norm in each gather, and "
             f"{_MOST:.0%} are allowed. Use Int8(block_size=256), or "
             f"WeightDifferences({compressor!r}) for few bits."
         )
-    return WeightSettings(by_default(compressor, min_numel, owner), differences, seed)
+    knob = _knob(compressor, most)
+    return WeightSettings(by_default(compressor, min_numel, owner), differences, seed, knob)
+
+
+def _lost(method: Compressor) -> float:
+    """Return the greatest share of a tensor's squared norm that rounding may lose."""
+    return method.bound(1 << 12).allowed(1.0)
+
+
+def _knob(compressor: Compressor, most: float) -> Knob | None:
+    """Return the knob with the levels that lose less than ``most``, or None without levels."""
+    knob = compressor.knob
+    if knob is None or not knob.integer:
+        return None
+    levels = range(int(knob.low), int(knob.high) + 1)
+    fits = [level for level in levels if _lost(compressor.at(level).method) < most]
+    return replace(knob, low=fits[0], high=fits[-1])
 
 
 class _Part(NamedTuple):
-    """Where a parameter lies in a row, and what encodes it; None: it is gathered exactly."""
+    """Where a parameter lies in a row, and what encodes it.
+
+    Attributes:
+        name: of the parameter.
+        start, stop: its place.
+        shape: of the padded shards, one below the other.
+        kept: some level compresses it, so its copy is in checkpoints.
+        codec: at its present level; None: it is gathered exactly.
+    """
 
     name: str
     start: int
     stop: int
-    codec: Codec | None
+    shape: tuple[int, ...]
+    kept: bool
+    codec: Codec | None = None
 
 
 class UnitGathers:
@@ -164,17 +193,54 @@ class UnitGathers:
         self.settings, self.step, self.workers = settings, step, transport.workers
         self._transport, self._recording = transport, recording
         self._dense_bytes = 0
+        self._names, self._levels = names, Levels(settings.compressor, settings.knob)
         self._units = [unit for unit in units if unit.params]
-        self._gathers = [UnitGather(list(self._parts(unit, names)), self) for unit in self._units]
+        self._gathers = [UnitGather(list(self._parts(unit)), self) for unit in self._units]
         for unit, gather in zip(self._units, self._gathers, strict=True):
             unit.gather_by(gather)
 
-    def _parts(self, unit: Unit, names: Mapping[Tensor, str]) -> Iterator[_Part]:
+    def _parts(self, unit: Unit) -> Iterator[_Part]:
         for column in unit.columns(frozen=True):
-            compressor, whole = self.settings.compressor, stacked(column.shape, self.workers)
-            large = column.param.is_floating_point() and compressor.compresses(whole)
-            codec = cast(Codec, compressor.method) if large else None
-            yield _Part(names[column.param], column.start, column.stop, codec)
+            name, whole = self._names[column.param], stacked(column.shape, self.workers)
+            kept = column.param.is_floating_point() and self._levels.takes(whole)
+            part = _Part(name, column.start, column.stop, whole, kept)
+            yield part._replace(codec=self._codec(part))
+
+    def _codec(self, part: _Part) -> Codec | None:
+        compressor = self._levels.compressor_of(part.name, part.shape) if part.kept else None
+        return None if compressor is None else cast(Codec, compressor.method)
+
+    def set_levels(self, given: Requested | None) -> Requested | None:
+        """Use levels from the next gather on; None: the compressor's own. Return them, clamped.
+
+        Call it between two passes, equally on all ranks. Units that a pass has left gathered are
+        resharded, so that all weights of the next pass have the new levels.
+        """
+        if given is None:
+            self._levels.forget()
+        else:
+            self._levels.set(*given)
+        for unit, gather in zip(self._units, self._gathers, strict=True):
+            parts = [part._replace(codec=self._codec(part)) for part in gather.parts]
+            if parts != gather.parts:
+                gather.parts = parts
+                unit.reshard()
+        return self._levels.requested()
+
+    def levels(self) -> dict[str, float | None]:
+        """Return the level of every weight that is compressed; None: uncompressed for now.
+
+        Empty if the compressor has no level.
+        """
+        if self.settings.knob is None:
+            return {}
+        parts = [part for gather in self._gathers for part in gather.parts if part.kept]
+        return {part.name: None if part.codec is None else part.codec.level for part in parts}
+
+    def sizes(self) -> dict[str, int]:
+        """Return the elements of the same weights."""
+        sizes = {name: param.numel() for param, name in self._names.items()}
+        return {name: sizes[name] for name in self.levels()}
 
     def run(self, flow: Flow, rows: Tensor, group: Any) -> None:
         """Run the flow of a gather.
@@ -224,7 +290,7 @@ class UnitGather:
     """One unit's all-gather: what torch calls an ``AllGather``.
 
     Args:
-        parts: of a row.
+        parts: of a row, with their codecs at present.
         leg: runs the flow.
     """
 
@@ -235,7 +301,7 @@ class UnitGather:
     # its event, as for its own all-gather.
 
     def __init__(self, parts: Sequence[_Part], leg: UnitGathers) -> None:
-        self._parts, self._leg = parts, leg
+        self.parts, self._leg = parts, leg
         self._known: Tensor | None = None  # (W, k): what all ranks have
         self._own = 0  # this rank's row
         self._saved: dict[str, Tensor] = {}  # of a checkpoint, this rank's
@@ -286,7 +352,7 @@ class UnitGather:
         with torch.inference_mode(False):  # a validation may come first
             known = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         known[self._own] = own
-        for part in self._parts:
+        for part in self.parts:
             if part.name in saved:
                 known[self._own, part.start : part.stop] = saved[part.name].to(known)
         yield from _exact(known, self._own)
@@ -297,7 +363,7 @@ class UnitGather:
     def _follow(self, own: Tensor, known: Tensor) -> Flow:
         """Gather differences and add them to the copies."""
         change = own.clone()
-        for part in self._parts:
+        for part in self.parts:
             if part.codec is not None:
                 change[part.start : part.stop] -= known[self._own, part.start : part.stop]
         yield from self._gathered(change, known, add=True)
@@ -305,7 +371,7 @@ class UnitGather:
     def _gathered(self, own: Tensor, out: Tensor, *, add: bool = False) -> Flow:
         """Gather a row of each rank: write exact parts to ``out``, and decoded ones, or add."""
         tensors, counts = list[Tensor](), list[int]()
-        for part in self._parts:
+        for part in self.parts:
             row = own[part.start : part.stop]
             payload: Payload = (row,)
             if part.codec is not None:
@@ -316,7 +382,7 @@ class UnitGather:
         arrived = yield Gather(tuple(tensors))
         for sender, message in enumerate(arrived):
             begin = 0
-            for part, count in zip(self._parts, counts, strict=True):
+            for part, count in zip(self.parts, counts, strict=True):
                 payload = tuple(message[begin : begin + count])
                 begin += count
                 there = out[sender, part.start : part.stop]
@@ -346,13 +412,13 @@ class UnitGather:
         own = self._known[self._own]
         return {
             part.name: own[part.start : part.stop].float().clone()
-            for part in self._parts
-            if part.codec is not None
+            for part in self.parts
+            if part.kept
         }
 
     def resume(self, state: Mapping[str, Tensor]) -> None:
         """Begin with this rank's part of a checkpoint's copy, if it has all of the unit."""
-        sizes = {p.name: p.stop - p.start for p in self._parts if p.codec is not None}
+        sizes = {part.name: part.stop - part.start for part in self.parts if part.kept}
         if all(name in state and state[name].numel() == n for name, n in sizes.items()):
             self._saved = {name: state[name] for name in sizes}
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import PowerSGD, TopK, attach
@@ -50,6 +51,9 @@ def other_modules(worker: int) -> dict[str, str]:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",))
         given = by_shards.replicate(net(), mesh=mesh)
         found["replicated by FSDP2"] = said(attach, given, TopK(0.1))
+        around: Any = nn.Sequential(given)
+        fully_shard(around)
+        found["replicated within shards"] = said(attach, around, TopK(0.1))
     return found
 
 
@@ -60,7 +64,7 @@ def test_other_modules_are_answered_by_name() -> None:
     assert "attach before torch.compile" in found["compiled"]
     assert "holds a DistributedDataParallel" in found["held"]
     assert "attach(DistributedDataParallel(model), ...)" in found["plain"]
-    for name in ("replicated", "replicated by FSDP2"):
+    for name in ("replicated", "replicated by FSDP2", "replicated within shards"):
         assert "torch's replicate(...)" in found.get(name, "torch's replicate(...)"), found[name]
     assert all(sentence.startswith("ValueError: attach(") for sentence in found.values())
 

@@ -19,9 +19,10 @@ from lightning_gc import (
     Residual,
     StepAhead,
     TopK,
+    Uniform,
     attach,
 )
-from lightning_gc.controllers import Accordion
+from lightning_gc.controllers import Accordion, Fixed
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import with_checksum
 from tests.support.accelerator import BACKEND, DEVICE, needs_four
@@ -159,6 +160,13 @@ def refused(rank: int, compressor: Any) -> dict[str, str]:
         "no replicas": lambda: attach(with_units(flat, flat, flat), compressor),
         "a timeout": lambda: attach(with_units(flat, flat, flat), QSGD(4), timeout=MINUTE),
         "weights of replicas": lambda: attach(net, compressor, weights=Int8()),
+        "levels of replicas": lambda: attach(net, compressor, weights_controller=Fixed(8)),
+        "no learning rates": lambda: attach(
+            with_units(flat, flat, flat),
+            QSGD(4),
+            weights=Uniform(8),
+            weights_controller=Fixed(8),
+        ),
         "two meshes": lambda: attach(with_units(both, turned, both), compressor),
         "trained outside": lambda: attach(with_outside(both), compressor),
         "a loss scaler": lambda: attach(net, compressor, scaler=torch.amp.GradScaler("cpu")),
@@ -235,6 +243,8 @@ REFUSED = {
     "no bits to compare": "so no two ranks can compare",
     "a timeout": "init_process_group(timeout=...)",
     "weights of replicas": "was called on without replicas",
+    "levels of replicas": "was called on without replicas",
+    "no learning rates": "weights_controller=Fixed(level=8)): a controller sees the learning rates",
     "two meshes": "give fully_shard one mesh for all",
     "trained outside": "trains 0.weight, 0.bias outside of all",
     "a loss scaler": "need no loss scaling",

@@ -253,6 +253,7 @@ def read_units(rank: int) -> list[tuple[str, int, str]]:
     assert not any(unit.scattered or unit.shares_its_module for unit in (root, inner))
     assert not any(unit.gathered or unit.gathers_itself for unit in (root, inner))
     assert root.gathered_dtypes == {torch.float32}
+    assert root.device == torch.device("cpu")
     asked: list[tuple[str, int, str]] = []
 
     class Spy(ReduceScatter):

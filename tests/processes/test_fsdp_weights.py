@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.loggers import CSVLogger
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from lightning_gc import QSGD, Identity, Int8, NarrowResidual, WeightDifferences, attach
-from lightning_gc.controllers import Accordion
+from lightning_gc import QSGD, Identity, Int8, NarrowResidual, Uniform, WeightDifferences, attach
+from lightning_gc.controllers import Accordion, Fixed, Schedule
 from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
 from tests.processes.test_fsdp import Resumed, train
 from tests.support.accelerator import needs_four, needs_two
@@ -27,12 +27,17 @@ from tests.support.processes import run_in_processes
 pytestmark = [pytest.mark.processes, needs_two]
 EIGHT, DIFFERENCES = Int8(block_size=256), WeightDifferences()
 ERRORS = NarrowResidual("int8")
+LEVELLED = {
+    "eight": Uniform(8, block_size=64),
+    "differences": WeightDifferences(Uniform(4, block_size=64)),
+}
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 WAYS: dict[str, dict[str, Any]] = {
     "checkpointed": {"before": checkpointed},
     "compiled": {"before": compiled},
     "prefetching": {"after": prefetching},
     "kept": {"reshard": False},
+    "offloaded": {"offload": CPUOffloadPolicy(pin_memory=False)},
 }
 
 
@@ -40,7 +45,10 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
 
 
-BY_DAY = {"eight": ("checkpointed", "prefetching", "kept"), "differences": ("checkpointed",)}
+BY_DAY = {
+    "eight": ("checkpointed", "prefetching", "kept", "offloaded"),
+    "differences": ("checkpointed",),
+}
 PAIRS = [(name, way) for name, ways in BY_DAY.items() for way in ways]
 
 
@@ -74,7 +82,8 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     found["resumed"] = resumes(rank)
     found["levels"] = levels(rank)
     found["shares"] = [share(policy) for policy in (MixedPrecisionPolicy(), BFLOAT16)]
-    options: dict[str, Any] = {"weights": DIFFERENCES, "memory": ERRORS}
+    options: dict[str, Any] = {"weights": LEVELLED["differences"], "memory": ERRORS}
+    options["weights_controller"] = Schedule((4, 6))
     path = str(Path(folder, "first.ckpt"))
     found["whole"] = train(rank, 2, **options)
     found["first"] = train(rank, 1, save=path, **options)
@@ -84,8 +93,10 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
         "callbacks": [CompressionMonitor(), metrics],
         "logger": CSVLogger(folder, "", ""),
     }
-    fit_sharded(rank, fsdp(QSGD(4), weights=EIGHT), ranks=2, log_every_n_steps=1, **settings)
+    strategy = fsdp(QSGD(4), weights=LEVELLED["eight"], weights_controller=Fixed(7))
+    fit_sharded(rank, strategy, ranks=2, log_every_n_steps=1, **settings)
     found["metrics"] = metrics.found
+    found["logged"] = Path(folder, "metrics.csv").read_text() if rank == 0 else ""
     return found
 
 
@@ -130,14 +141,57 @@ def resumes(rank: int) -> bool:
     """Whether a loop that goes on from states equals one that was not interrupted."""
     options: dict[str, Any] = {"weights": DIFFERENCES, "memory": ERRORS}
     first = Loop(rank, QSGD(2), **options).run(0, 4)
-    state = first.handle.state_dict()
-    model, optimizer = (copy.deepcopy(each.state_dict()) for each in (first.net, first.optimizer))
+    state = saved(first)
     whole = first.run(4, 8).end()
-    again = Loop(rank, QSGD(2), **options)
-    again.net.load_state_dict(model)
-    again.optimizer.load_state_dict(optimizer)
-    again.handle.load_state_dict(state)
-    return same(whole, again.run(4, 8).end())
+    return same(whole, resumed(rank, state, **options).run(4, 8).end())
+
+
+def saved(loop: Loop) -> list[Any]:
+    """Return the states of model, optimizer and handle."""
+    return [copy.deepcopy(each.state_dict()) for each in (loop.net, loop.optimizer, loop.handle)]
+
+
+def resumed(rank: int, states: list[Any], **options: Any) -> Loop:
+    """Return another loop that goes on from ``saved``."""
+    loop = Loop(rank, QSGD(2), **options)
+    for part, state in zip((loop.net, loop.optimizer, loop.handle), states, strict=True):
+        part.load_state_dict(state)
+    return loop
+
+
+def turns(rank: int) -> dict[str, dict[str, Any]]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    return {name: turned(rank, weights) for name, weights in LEVELLED.items()}
+
+
+def turned(rank: int, weights: Any) -> dict[str, Any]:
+    """Train while a controller sets the level of weights; resume between epochs and within one."""
+    options: dict[str, Any] = {"weights": weights, "weights_controller": Schedule((8, None, 6))}
+    loop = Loop(rank, QSGD(2), **options)
+    found: dict[str, Any] = {"levels": [], "computed": [], "bytes": []}
+    for epoch in range(3):
+        between = saved(loop)
+        if epoch == 1:
+            with torch.no_grad():  # a validation, which leaves the root gathered
+                loop.net(loop.data[0])
+        loop.handle.begin_epoch(epoch)
+        if epoch == 1:
+            found["after validation"] = loop.computed()
+            found["exact"] = loop.weights()
+        loop.handle.account()
+        loop.run(4 * epoch, 4 * epoch + 2)
+        within = saved(loop)
+        loop.run(4 * epoch + 2, 4 * epoch + 4)
+        found["levels"].append(loop.handle.weight_levels)
+        found["bytes"].append(loop.handle.account().weight_bytes)
+        found["computed"].append(loop.computed())
+    whole = loop.end()
+    later = resumed(rank, between, **options)
+    later.handle.begin_epoch(2)
+    again = resumed(rank, within, **options)
+    found["levels"].append(again.handle.weight_levels)
+    found["resumed"] = [same(whole, later.run(8, 12).end()), same(whole, again.run(10, 12).end())]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +253,34 @@ def test_a_controller_sets_equal_levels_on_all_ranks(looped: Any) -> None:
     assert looped[1]["levels"] == first
 
 
+@pytest.fixture(scope="module")
+def knobs() -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = run_in_processes(turns, 2)
+    return results
+
+
+@pytest.mark.parametrize("name", LEVELLED)
+def test_a_controller_sets_the_level_of_weights(knobs: Any, name: str) -> None:
+    """On all ranks at once: they compute with the same bits; None gathers exact weights."""
+    first = knobs[0][name]
+    compressed = {"table.weight", "body.0.weight", "body.1.weight", "frozen.weight"}
+    assert first["levels"] == [dict.fromkeys(compressed, level) for level in (8, None, 6, 6)]
+    assert first["bytes"][1] > first["bytes"][0] > first["bytes"][2]
+    for rank in knobs:
+        mine = rank[name]
+        assert mine["levels"] == first["levels"]
+        pairs = zip(mine["computed"], first["computed"], strict=True)
+        assert all(same(*pair) for pair in pairs)
+        assert same(mine["after validation"], mine["exact"])
+        assert not same(mine["computed"][2], mine["computed"][1])
+
+
+@pytest.mark.parametrize("name", LEVELLED)
+def test_levels_of_weights_resume_bit_for_bit(knobs: Any, name: str) -> None:
+    """Before a decision, and after it."""
+    assert all(rank[name]["resumed"] == [True, True] for rank in knobs)
+
+
 def test_a_fit_resumes_bit_for_bit(looped: Any) -> None:
     for rank in looped:
         assert same(rank["whole"]["whole"], rank["second"]["whole"])
@@ -228,6 +310,14 @@ def test_the_monitor_counts_both_legs(looped: Any) -> None:
     assert metrics["compression_epoch/dense_bytes"] == pytest.approx(dense, rel=0.2)
 
 
+def test_the_monitor_logs_both_levels(looped: Any) -> None:
+    metrics = looped[0]["metrics"]
+    levels = [metrics[f"compression_epoch/{name}"] for name in ("level", "weight_level")]
+    assert levels == [4, 7]
+    assert metrics["compression_epoch/weight_uncompressed_share"] == 0
+    assert "compression/weight_level_min" in looped[0]["logged"]
+
+
 def of_four(rank: int) -> dict[str, Any]:
     """Also gather in groups of two for the backward pass."""
     found = loops(rank, by_day=False)
@@ -237,6 +327,7 @@ def of_four(rank: int) -> dict[str, Any]:
             loop.run(0, 4)
         sizes = [weights.numel() for _, backward, weights in watch.calls if backward]
         found[f"{name}, in groups"] = (len(sizes), loop.computed())
+        found["legs"] = loop.handle.account()
         if name == "differences":
             own = loop.handle.state_dict()["own"]["weights"]
             found["own"] = {each: tensor.numpy() for each, tensor in own.items()}
@@ -257,6 +348,10 @@ def test_four_ranks_compute_with_the_same_weights() -> None:
             gathers, weights = rank[f"{name}, in groups"]
             assert gathers == 3 * 4
             assert same(weights, ranks[0][f"{name}, in groups"][1])
+    for rank in ranks:
+        legs = rank["legs"]
+        assert legs.node_bytes > 0
+        assert 0 < legs.weight_bytes < legs.wire_bytes
     computed = ranks[0]["differences, in groups"][1]
     for name in ranks[0]["own"]:  # each rank saves its own part
         copies = np.concatenate([rank["own"][name] for rank in ranks])

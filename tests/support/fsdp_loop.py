@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from lightning_gc import attach
 from lightning_gc.sharded.fsdp_units import in_backward
@@ -70,6 +75,7 @@ class Loop:
         after: changes it afterwards.
         reshard: ``reshard_after_forward`` of the body's layers.
         policy: mixed precision.
+        offload: of parameters and gradients.
     """
 
     def __init__(
@@ -81,16 +87,18 @@ class Loop:
         after: Callable[[Net], None] | None = None,
         reshard: bool | int = True,
         policy: MixedPrecisionPolicy | None = None,
+        offload: OffloadPolicy | None = None,
         **options: Any,
     ) -> None:
         net: Any = Net()
         self.net = net
         if before is not None:
             before(net)
-        policy = policy or MixedPrecisionPolicy()
+        policies: dict[str, Any] = {"mp_policy": policy or MixedPrecisionPolicy()}
+        policies["offload_policy"] = offload or OffloadPolicy()
         for layer in (*self.net.body, self.net.frozen):
-            fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(self.net, mp_policy=policy)
+            fully_shard(layer, reshard_after_forward=reshard, **policies)
+        fully_shard(self.net, **policies)
         if after is not None:
             after(self.net)
         trained = [param for param in self.net.parameters() if param.requires_grad]

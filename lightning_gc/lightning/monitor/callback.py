@@ -84,6 +84,7 @@ class Monitor(EitherLightning):
     | elastic local steps | ``workers`` | number of members of the last round |
     | local steps | ``outer_step`` | norm of the outer step's change of the common weights |
     | FSDP with ``weights`` | ``weight_bytes`` | the part of ``wire_bytes`` for gathers of weights |
+    | FSDP with ``weights`` | ``weight_level``, ... | of their compressor, named as above |
     | simulated workers | ``communication_seconds_estimated`` | by the ``NetworkModel`` |
     | simulated workers | ``compute_seconds``, ``compute_share`` | forward and backward passes |
 
@@ -317,9 +318,12 @@ class Monitor(EitherLightning):
 
     def _levels(self, trainer: Any) -> dict[str, float]:
         engine, strategy = trainer.strategy.engine, trainer.strategy
+        weights = level_figures(strategy.weight_levels())
         if strategy.control_loop is not None:
-            return level_figures(strategy.levels())
-        return {} if engine.compressor.level is None else {"level": engine.compressor.level}
+            named = {f"weight_{name}": value for name, value in weights.items()}
+            return level_figures(strategy.levels()) | named
+        levels = {"level": engine.compressor.level, "weight_level": weights.get("level")}
+        return {name: level for name, level in levels.items() if level is not None}
 
     def _write_decision(self, trainer: Any) -> None:
         """Log a new decision: its figures for all loggers, reason and levels for TensorBoard."""
@@ -333,7 +337,9 @@ class Monitor(EitherLightning):
             self._write(trainer, figures, self._index)
         if trainer.is_global_zero and control.ended:  # 80 tables per run would be unreadable
             _log.info("Epoch %d: %s", trainer.current_epoch, control.decision.reason)
-            self._dashboard.decide(control.decision, trainer.strategy.levels(), self._index)
+            levels, weights = trainer.strategy.levels(), trainer.strategy.weight_levels()
+            levels |= {f"{name}, gathered": level for name, level in weights.items()}
+            self._dashboard.decide(control.decision, levels, self._index)
 
     @staticmethod
     def _mean(trainer: Any, numbers: torch.Tensor) -> torch.Tensor:

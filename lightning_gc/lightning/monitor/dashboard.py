@@ -27,6 +27,7 @@ _CHARTS = {
     "share of a step: messages and waiting": "communicate_share",
     "share of a step: decoding": "decode_share",
     "the controller's lowest and highest level": "level_(min|max)",
+    "the same of gathered weights": "weight_level_(min|max)",
     "error norm: flat is healthy, steady growth is not": "error_norm",
     "local steps: drift and outer step, as norms": "(drift|outer_step)",
     "total error so far": "total_error(_update)?",
@@ -295,7 +296,7 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def configuration(trainer: Any) -> dict[str, Any]:
-    """Return compressor, memory, scheme, controller, seed and workers, by ``gc/`` names."""
+    """Return compressor, weights, memory, scheme, controller, seed, workers by ``gc/`` names."""
     strategy, engine = trainer.strategy, trainer.strategy.engine
     config = {
         "gc/compressor": short(engine.compressor),
@@ -305,6 +306,8 @@ def configuration(trainer: Any) -> dict[str, Any]:
         "gc/seed": engine.seed,
         "gc/workers": engine.workers,
     }
+    if getattr(strategy, "weights", None) is not None:  # FSDP only
+        config["gc/weights"] = short(strategy.weights)
     if strategy.network is not None:
         config["gc/network"] = short(strategy.network)
     return config

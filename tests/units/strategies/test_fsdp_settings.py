@@ -17,13 +17,26 @@ from lightning_gc import (
     SignSGD,
     SizeSwitch,
     TopK,
+    Uniform,
     WeightDifferences,
 )
-from lightning_gc.controllers import LayerBudget
+from lightning_gc.controllers import (
+    Accordion,
+    BandwidthAware,
+    BySize,
+    Fixed,
+    LayerBudget,
+    Observation,
+    Schedule,
+)
 from lightning_gc.lightning.for_pytorch_lightning import CompressedFSDPStrategy
 from lightning_gc.sharded.sharded_workers import Cut, shard_shape, stacked
-from lightning_gc.sharded.unit_gathers import UnitGather
+from lightning_gc.sharded.unit_gathers import UnitGather, weights_of
 from lightning_gc.sharded.unit_scatters import UnitScatter
+from lightning_gc.sharded.weights_controller import BothKnobs
+
+EIGHT = Uniform(8)
+TRACED = BandwidthAware((8, 4), 0.1, trace="trace.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +54,23 @@ from lightning_gc.sharded.unit_scatters import UnitScatter
         ({"weights": QSGD(4)}, "may lose .* squared norm in each gather"),
         ({"weights": WeightDifferences(QSGD(2))}, "copies of the weights would not follow"),
         ({"weights": WeightDifferences(TopK(0.1))}, "every weight must arrive"),
+        ({"weights_controller": Fixed(8)}, r"not compressed\. Use weights=Uniform\(8"),
+        ({"weights": "int8", "weights_controller": Fixed(8)}, r"Int8\(.*no level\. Use weights=U"),
+        (
+            {"weights": WeightDifferences(), "weights_controller": Fixed(8)},
+            r"Float4\(.* has no level\. Use weights=WeightDifferences\(Uniform\(4",
+        ),
+        ({"weights": EIGHT, "weights_controller": Fixed}, r"weights_controller=Fixed\): .* class"),
+        (
+            {"weights": EIGHT, "weights_controller": Accordion(16, 8)},
+            "it measures gradients",
+        ),
+        ({"weights": EIGHT, "weights_controller": LayerBudget()}, r"messages.* Use Schedule"),
+        ({"weights": EIGHT, "weights_controller": Schedule((9, 7))}, "level 7 is .* bits, 8 to 16"),
+        (
+            {"weights": EIGHT, "weights_controller": Fixed(8), "controller": TRACED},
+            r"Use BandwidthAware\(trace=''\)",
+        ),
         ({"hops": 3}, "use 1, or 2"),
         ({"workers_per_node": 2}, "it is for gradients in two hops"),
         ({"state": "all"}, "use 'full', 'mean' or 'off'"),
@@ -76,6 +106,38 @@ def test_weights_alone_leave_gradients_uncompressed() -> None:
     strategy = CompressedFSDPStrategy(weights="int8", min_numel=10)
     assert strategy.compressor.traits.exact
     assert CompressedFSDPStrategy(QSGD(4), weights=WeightDifferences()).hops == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "levels"),
+    [
+        (EIGHT, (8, 16)),
+        (Uniform(8, block_size=64), (6, 16)),
+        (QSGD(8), (8, 16)),
+        (WeightDifferences(Uniform(4)), (2, 16)),
+        (WeightDifferences(QSGD(6)), (5, 16)),
+    ],
+    ids=repr,
+)
+def test_levels_of_weights_lose_little(weights: Any, levels: tuple[int, int]) -> None:
+    """At most 2 % of a tensor's squared norm, and of differences less than all of it."""
+    knob = weights_of("a test", weights, 0, 1024).knob
+    assert knob is not None
+    assert (knob.low, knob.high) == levels
+
+
+def test_two_controllers_decide_together() -> None:
+    """The weights' sees their sizes, between epochs only."""
+    both = BothKnobs(BySize({10: 4}), BySize({100: 8}))
+    seen = Observation(0, sizes={"a": 10}, weight_sizes={"a": 10, "b": 100}, ended=True)
+    decision, state = both.decide(seen, both.init())
+    found: Any = decision.level, decision.levels, decision.weights
+    assert found == (None, {"a": 4}, (None, {"b": 8}))
+    assert decision.reason.count("By size, 1 of") == 2
+    within, _ = both.decide(Observation(0, sizes={"a": 10}, ended=False), state)
+    assert (within.levels, within.weights) == ({"a": 4}, None)
+    alone, _ = BothKnobs(None, Fixed(8)).decide(seen, BothKnobs(None, Fixed(8)).init())
+    assert (alone.keeps_levels, alone.weights) == (True, (8, {}))
 
 
 def test_a_parameters_state_is_padded_and_cut() -> None:
