@@ -1,0 +1,301 @@
+"""Goodput and loss of elastic local steps under deaths and joins; in virtual time and for real.
+
+python benchmarks/papers/goodput.py --only kind=protocol --jobs 2
+python benchmarks/papers/goodput.py --only kind=loss --jobs 2
+python benchmarks/papers/goodput.py --only kind=real      # alone on the machine, 30 minutes
+python benchmarks/papers/goodput.py --only kind=join      # alone too
+python benchmarks/papers/goodput.py --page
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import frame
+from frame import Cell, Claim, Experiment, Row, spread, table, values, where
+from goodput_jobs import ARMS, Jobs, Task, measured, replayed, run
+from goodput_rounds import Fault, Site, Terms, faults, rolled, worker_steps
+from matplotlib.figure import Figure
+
+from lightning_gc.core import plot_style
+
+DEATHS, JOINS = 20, 25  # one in so many rounds
+ROUNDS = 100
+WORKERS = (4, 8, 16, 32, 64)
+LOSSES = {4: (100, 4), 64: (40, 1)}  # workers -> rounds, rows of a batch
+REAL, SECONDS = 4, 0.15  # workers, and seconds of a step
+BALLAST = (0, 10_000_000)
+ABOUT = f"""
+Workers die and join while they train with local steps. There is one death in every {DEATHS} rounds
+and one join in every {JOINS}, at random moments, for {ROUNDS} rounds. *Goodput* is committed
+worker-steps per second, as a share of the undisturbed run's. A worker-step is one optimizer step of
+one worker. It is committed if the round was committed with this worker. So a repeated round, a wait
+for a timeout, the lost steps of a dead worker and its absence until another one joins all lower it.
+
+In *virtual time* the library's keeper and members decide, and machines only count seconds: 8 steps
+of 1 s, 5 % more or less, an exchange of 2 s, a snapshot of 4 s, and the defaults `grace=5`,
+`timeout=30`. *Broken*: a dead machine's connections close, and the others notice after 0.3 s.
+*Silent*: they stay open, and the timeout notices. *Real*: four jobs of this machine over Gloo. Each
+step is padded to {SECONDS} s. Jobs are killed by SIGKILL, with `grace=1` and `timeout=5`. Every real
+run is replayed from its roll, and the replay's weights have the same bits.
+
+Losses are of the small transformer of `local_steps.py`, with AdamW at 0.006 and H = 8. Runs with
+failures go on until they have as many committed worker-steps as the undisturbed run, so tokens are
+equal. Four workers train for 100 rounds, in batches of four rows. 64 workers train for 40 rounds,
+in batches of one row.
+"""
+
+
+def cells(seeds: int) -> list[Cell]:
+    """Return all: virtual time, losses, real jobs, and the cost of a join."""
+    numbers = range(seeds)
+    many = range(4 * seeds)  # virtual time is cheap
+    both = (False, True)
+    found = [
+        {"kind": "protocol", "workers": w, "silent": s, "seed": n}
+        for w in WORKERS
+        for s in both
+        for n in many
+    ]
+    found += [
+        {"kind": "loss", "workers": w, "arm": arm, "failures": f, "seed": n}
+        for w in LOSSES
+        for arm in ARMS
+        for f in both
+        for n in numbers
+    ]
+    found += [
+        {"kind": "real", "workers": REAL, "arm": arm, "failures": f, "seed": n}
+        for n in numbers
+        for arm in ARMS
+        for f in both
+    ]
+    return found + [{"kind": "join", "ballast": b, "seed": n} for b in BALLAST for n in (0, 1)]
+
+
+def before(cell: Cell) -> Sequence[Cell]:
+    """Return the undisturbed run of real jobs whose rate is compared."""
+    return [{**cell, "failures": False}] if cell["kind"] == "real" and cell["failures"] else []
+
+
+def train(cell: Cell, data: Path | None) -> Row:
+    """Run one cell."""
+    warnings.simplefilter("ignore")
+    return {"protocol": protocol, "loss": loss, "real": real, "join": join}[cell["kind"]](cell)
+
+
+def protocol(cell: Cell) -> Row:
+    """Compare rates in virtual time."""
+    seed, terms = cell["seed"], Terms(silent=cell["silent"])
+    rates = []
+    for disturbed in (False, True):
+        draw = random.Random(seed)
+        site = Site(cell["workers"], terms, draw)
+        length = ROUNDS if disturbed else 20
+        site.run(length, faults(length, DEATHS, JOINS, draw) if disturbed else [])
+        rates.append(worker_steps(site.roll, terms.every) / site.seconds)
+    return {
+        "goodput": rates[1] / rates[0],
+        "deaths": [each / terms.round for each in site.deaths],
+        "repeated": sum(each.attempt > 0 for each in site.roll),
+    }
+
+
+def loss(cell: Cell) -> Row:
+    """Train simulated workers by a roll of virtual time."""
+    workers, seed = cell["workers"], cell["seed"]
+    rounds, batch = LOSSES[workers]
+    failing = (DEATHS, JOINS) if cell["failures"] else (0, 0)
+    wanted = rounds * workers * Terms().every
+    roll = rolled(workers, wanted, seed, *failing)
+    task = Task(cell["arm"], seed, Terms().every * len(roll), batch=batch)
+    found, _ = replayed(task, roll)
+    done = worker_steps(list(roll), Terms().every) / wanted
+    return {"loss": found, "rounds": len(roll), "tokens": done}
+
+
+def real(cell: Cell) -> Row:
+    """Train with jobs of this machine; compare rates with the undisturbed run."""
+    seed, planned = cell["seed"], list[Fault]()
+    rounds = ROUNDS
+    if cell["failures"]:
+        planned = faults(2 * ROUNDS, DEATHS, JOINS, random.Random(seed))
+        rounds = _until_equal(planned)
+        planned = [each for each in planned if each.round < rounds]
+    task = Task(cell["arm"], seed, 8 * rounds, seconds=SECONDS)
+    found = run(task, REAL, planned)
+    found["tokens"] = found["steps"] / (ROUNDS * REAL * 8)
+    if cell["failures"]:
+        found["goodput"] = found["rate"] / cell["before"][0]["rate"]
+    return found
+
+
+def _until_equal(planned: Sequence[Fault]) -> int:
+    """Return after how many rounds as many worker-steps are done as without failures."""
+    done, members, boot = 0, REAL, 3  # rounds until a job that was started takes part
+    for number in range(4 * ROUNDS):
+        members += sum(each.what == "join" and each.round + boot == number for each in planned)
+        members -= sum(each.what == "death" and each.round == number for each in planned)
+        done += members
+        if done >= ROUNDS * REAL:
+            return number + 1
+    raise ValueError("too many die")
+
+
+def join(cell: Cell) -> Row:
+    """Measure how much longer rounds of 8 s are when a worker joins."""
+    task = Task("QSGD(4)", cell["seed"], 16 * 20, every=16, seconds=0.5, ballast=cell["ballast"])
+    jobs = Jobs(task, 3)
+    jobs.play([Fault("join", number, 0.3) for number in (3, 7, 11, 15)])
+    found = measured(jobs)
+    jobs.close()
+    return {"cost": [each / found["round"] for each in found["joins"]], "round": found["round"]}
+
+
+def _several(rows: Sequence[Row], name: str) -> list[float]:
+    return [each for row in rows for each in row[name]]
+
+
+def _percent(rows: Sequence[Row]) -> str:
+    goodput = values(rows, "goodput")
+    return f"{statistics.fmean(goodput):.1%} ({min(goodput):.1%})" if goodput else "–"
+
+
+def page(rows: list[Row]) -> str:
+    """Return the tables."""
+    shown = []
+    for workers in WORKERS:
+        kinds = [where(rows, kind="protocol", workers=workers, silent=s) for s in (False, True)]
+        if all(kinds):
+            again = [statistics.fmean(_several(each, "deaths")) for each in kinds]
+            shown.append([workers, *map(_percent, kinds), *(f"{each:.2f}" for each in again)])
+    head = ["workers", "broken: goodput (least)", "silent: goodput (least)"]
+    head += ["broken: death to next commit", "silent: death to next commit"]
+    text = "## Goodput in virtual time\n\nThe last two columns are means, in rounds of 10 s.\n\n"
+    text += table(head, shown)
+    text += "\n## Losses at equal tokens\n\n" + _losses(rows)
+    text += "\n## Real jobs\n\n" + _real(rows)
+    return text + "\n## The cost of a join\n\n" + _joins(rows)
+
+
+def _losses(rows: list[Row]) -> str:
+    shown = []
+    for kind in ("loss", "real"):
+        for workers in LOSSES:
+            for arm in ARMS:
+                both = [
+                    where(rows, kind=kind, workers=workers, arm=arm, failures=f)
+                    for f in (False, True)
+                ]
+                if not all(both):
+                    continue
+                plain, failing = (values(each, "loss") for each in both)
+                name = "simulated by a roll" if kind == "loss" else "real"
+                apart = statistics.fmean(failing) - statistics.fmean(plain)
+                width = max(plain) - min(plain)
+                tokens = statistics.fmean(values(both[1], "tokens"))
+                losses = [spread(each, ".3f") for each in (plain, failing)]
+                shown.append(
+                    [name, workers, arm, *losses, f"{apart:+.3f}", f"{width:.3f}", f"{tokens:.3f}"]
+                )
+    head = ["workers are", "number", "sent", "undisturbed", "with failures", "difference"]
+    return table([*head, "seeds' spread", "tokens, as a share"], shown)
+
+
+def _real(rows: list[Row]) -> str:
+    shown = []
+    for arm in ARMS:
+        mine = where(rows, kind="real", arm=arm, failures=True)
+        if mine:
+            again = [d / row["round"] for row in mine for d in row["deaths"]]
+            late = [d / row["round"] for row in mine for d in row["joins"]]
+            usual = statistics.fmean(values(mine, "round"))
+            figures = [f"{statistics.median(again):.2f} ({max(again):.2f})", len(again)]
+            figures += [f"{statistics.median(late):+.2f}" if late else "–", len(late)]
+            shown.append([arm, _percent(mine), f"{usual:.2f} s", *figures])
+    head = ["sent", "goodput (least)", "round", "kill to next commit, in rounds (most)", "kills"]
+    return table([*head, "a join, in rounds", "joins"], shown)
+
+
+def _joins(rows: list[Row]) -> str:
+    shown = []
+    for ballast in BALLAST:
+        mine = where(rows, kind="join", ballast=ballast)
+        if mine:
+            cost = _several(mine, "cost")
+            usual = statistics.fmean(values(mine, "round"))
+            shown.append(
+                [
+                    f"{ballast / 1e6:g} million more",
+                    f"{usual:.2f} s",
+                    f"{statistics.median(cost):+.1%}",
+                    f"{max(cost):+.1%}",
+                    len(cost),
+                ]
+            )
+    text = "By how much the round before and the first round of a joiner are longer together, as a "
+    text += "share of a usual round, for the members.\n\n"
+    return text + table(["parameters", "round", "median", "most", "joins"], shown)
+
+
+def claims(rows: list[Row]) -> list[Claim]:
+    """Hold goodput and losses against Decoupled DiLoCo's."""
+    found = []
+    for kind in ("protocol", "real"):
+        mine = [row for row in rows if row["kind"] == kind and "goodput" in row]
+        if mine:
+            several = {row["workers"]: [] for row in mine}  # type: ignore[var-annotated]
+            for row in mine:
+                several[row["workers"]].append(row["goodput"])
+            least = min(statistics.fmean(each) for each in several.values())
+            text = f"goodput of at least 85 % under failures ({kind}; by the means)"
+            said = f"{least:.1%} at the worst number of workers"
+            found.append(Claim(text, "88 %", said, "agrees" if least >= 0.85 else "disagrees"))
+    for kind in ("loss", "real"):
+        for workers in LOSSES:
+            for arm in ARMS:
+                plain, failing = (
+                    values(where(rows, kind=kind, workers=workers, arm=arm, failures=f), "loss")
+                    for f in (False, True)
+                )
+                if plain and failing:
+                    apart = statistics.fmean(failing) - statistics.fmean(plain)
+                    width = max(plain) - min(plain)
+                    text = f"equal quality at equal tokens: {arm}, {workers} workers, {kind} "
+                    text += "(within the seeds' spread)"
+                    said = f"{apart:+.3f}, spread {width:.3f}"
+                    answer = "agrees" if apart <= width else "disagrees"
+                    found.append(Claim(text, "equal", said, answer))
+    return found
+
+
+def draw(rows: list[Row], figure: Figure) -> None:
+    """Draw goodput by the number of workers."""
+    ax = figure.subplots()
+    lines: dict[str, dict[str, Any]] = {
+        "virtual, broken connections": {"kind": "protocol", "silent": False},
+        "virtual, silent": {"kind": "protocol", "silent": True},
+        "real": {"kind": "real", "failures": True},
+    }
+    for index, (name, settings) in enumerate(lines.items()):
+        mine = where(rows, **settings)
+        numbers = sorted({row["workers"] for row in mine})
+        means = [100 * statistics.fmean(values(where(mine, workers=n), "goodput")) for n in numbers]
+        mark = plot_style.MARKERS[index]
+        ax.plot(numbers, means, marker=mark, color=plot_style.SERIES[index], label=name)
+    ax.set_xscale("log", base=2)
+    plot_style.plain_log(ax.xaxis)
+    ax.axhline(85, color="gray", linewidth=0.8, linestyle=":")
+    ax.set(xlabel="workers at first", ylabel="goodput, %")
+    plot_style.legend(figure)
+
+
+if __name__ == "__main__":
+    parts = (ABOUT, cells, train, page, claims, draw)
+    sys.exit(frame.main(Experiment("goodput", *parts, before=before)))
