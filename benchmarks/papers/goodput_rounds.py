@@ -113,7 +113,7 @@ class Machine:
 
     def live(self, now: float) -> None:
         """Do what is to be done at this time."""
-        while self._cursor < len(self.site.log):
+        while self._cursor < len(self.site.log) and self._until == math.inf:  # else it is busy
             entry = self.site.log[self._cursor]
             self._cursor += 1
             done = self.member.read(entry)
