@@ -29,7 +29,7 @@ DEATHS, JOINS = 20, 25  # one in so many rounds
 ROUNDS = 100
 WORKERS = (4, 8, 16, 32, 64)
 LOSSES = {4: (100, 4), 64: (40, 1)}  # workers -> rounds, rows of a batch
-REAL, SECONDS = 4, 0.15  # workers, and seconds of a step
+REAL, LENGTH, SECONDS = 4, 60, 0.15  # workers, rounds, and seconds of a step
 BALLAST = (0, 10_000_000)
 ABOUT = f"""
 Workers die and join while they train with local steps. There is one death in every {DEATHS} rounds
@@ -41,9 +41,9 @@ for a timeout, the lost steps of a dead worker and its absence until another one
 In *virtual time* the library's keeper and members decide, and machines only count seconds: 8 steps
 of 1 s, 5 % more or less, an exchange of 2 s, a snapshot of 4 s, and the defaults `grace=5`,
 `timeout=30`. *Broken*: a dead machine's connections close, and the others notice after 0.3 s.
-*Silent*: they stay open, and the timeout notices. *Real*: four jobs of this machine over Gloo. A
-step is padded to {SECONDS} s. Jobs are killed by SIGKILL, with `grace=1` and `timeout=5`. Every
-real run is replayed from its roll, and the replay's weights have the same bits.
+*Silent*: they stay open, and the timeout notices. *Real*: four jobs of this machine over Gloo, for
+{LENGTH} rounds. A step is padded to {SECONDS} s. Jobs are killed by SIGKILL, with `grace=1` and
+`timeout=5`. Every real run is replayed from its roll, and the replay's weights have the same bits.
 
 Losses are of the small transformer of `local_steps.py`, with AdamW at 0.006 and H = 8. Runs with
 failures go on until they have as many committed worker-steps as the undisturbed run, so tokens are
@@ -123,14 +123,14 @@ def loss(cell: Cell) -> Row:
 def real(cell: Cell) -> Row:
     """Train with jobs of this machine; compare rates with the undisturbed run."""
     seed, planned = cell["seed"], list[Fault]()
-    rounds = ROUNDS
+    rounds = LENGTH
     if cell["failures"]:
-        planned = faults(2 * ROUNDS, DEATHS, JOINS, random.Random(seed))
+        planned = faults(2 * LENGTH, DEATHS, JOINS, random.Random(seed))
         rounds = _until_equal(planned)
         planned = [each for each in planned if each.round < rounds]
     task = Task(cell["arm"], seed, 8 * rounds, seconds=SECONDS)
     found = run(task, REAL, planned)
-    found["tokens"] = found["steps"] / (ROUNDS * REAL * 8)
+    found["tokens"] = found["steps"] / (LENGTH * REAL * 8)
     if cell["failures"]:
         found["goodput"] = found["rate"] / cell["before"][0]["rate"]
     return found
@@ -139,11 +139,11 @@ def real(cell: Cell) -> Row:
 def _until_equal(planned: Sequence[Fault]) -> int:
     """Return after how many rounds as many worker-steps are done as without failures."""
     done, members, boot = 0, REAL, 3  # rounds until a job that was started takes part
-    for number in range(4 * ROUNDS):
+    for number in range(4 * LENGTH):
         members += sum(each.what == "join" and each.round + boot == number for each in planned)
         members -= sum(each.what == "death" and each.round == number for each in planned)
         done += members
-        if done >= ROUNDS * REAL:
+        if done >= LENGTH * REAL:
             return number + 1
     raise ValueError("too many die")
 

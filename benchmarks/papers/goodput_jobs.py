@@ -80,8 +80,8 @@ class Task:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What strategies are given."""
-        return {**ARMS[self.arm], "every": self.every, "seed": self.seed}
+        """What strategies are given. All tensors are gathered, as a ring has other bits."""
+        return {**ARMS[self.arm], "every": self.every, "seed": self.seed, "min_numel": 0}
 
 
 class Reader(Words):

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_gc import QSGD, Elastic, LocalStepsStrategy, SimulatedLocalStepsStrategy
 
-STEPS, EVERY, SECONDS = 480, 8, 0.1  # optimizer steps, H, and what a larger model would take
+STEPS, SECONDS = 480, 0.1  # optimizer steps, and what one of a larger model would take
+ROUNDS: dict[str, Any] = {"compressor": QSGD(4), "every": 8, "min_numel": 0}  # all is gathered
 say = Console(highlight=False, width=100).print
 
 
@@ -64,11 +65,11 @@ def main() -> None:
     options = parser.parse_args()
     seed_everything(0, verbose=False)
     if options.replay:
-        strategy: Any = SimulatedLocalStepsStrategy(QSGD(4), every=EVERY, roll=options.replay)
+        strategy: Any = SimulatedLocalStepsStrategy(**ROUNDS, roll=options.replay)
     else:
         terms: dict[str, Any] = {"min_workers": 2, "grace": 2.0, "timeout": 5.0}
         elastic = Elastic("10.77.2.10:29400", number=options.site, **terms)
-        strategy = LocalStepsStrategy(QSGD(4), every=EVERY, elastic=elastic)
+        strategy = LocalStepsStrategy(**ROUNDS, elastic=elastic)
     site = Site(0.0 if options.replay else SECONDS)
     trainer = Trainer(
         accelerator="cpu",

@@ -3,8 +3,8 @@
 # As root, on Linux with iproute2: bash examples/tutorials/three_sites.sh
 set -euo pipefail
 cd "$(dirname "$0")"
-roll=$(mktemp -d)/roll.jsonl
-trap 'kill $(jobs -p) 2> /dev/null; for s in site0 site1 site2 hub; do ip netns del gc-$s; done' EXIT
+roll=$(mktemp)
+trap 'kill $(jobs -p) 2> /dev/null || true; for s in site0 site1 site2 hub; do ip netns del gc-$s; done' EXIT
 for space in site0 site1 site2 hub; do ip netns add gc-$space; done
 ip -n gc-hub link add bridge0 up type bridge
 for i in 0 1 2; do
@@ -23,7 +23,7 @@ for i in 0 1 2; do
   ip netns exec gc-site$i python three_sites.py --site $i &
   sites+=($!)
 done
-until [ "$(wc -l < $roll 2> /dev/null || echo 0)" -ge 10 ]; do sleep 0.2; done
+until [ "$(wc -l < $roll)" -ge 10 ]; do sleep 0.2; done
 ip -n gc-hub link set port2 down
 echo "the link of site 2 is down"
 until [ "$(wc -l < $roll)" -ge 25 ]; do sleep 0.2; done
