@@ -259,17 +259,21 @@ def measured(jobs: Jobs) -> dict[str, Any]:
         ``rate``: committed worker-steps per second. ``round``: median seconds of a round.
         ``deaths``: seconds from a kill to the next commit. ``joins``: by how many seconds the
         rounds before and with a worker's first one were longer than the median, for each join.
+        ``quiet``: the same of two rounds in a row in which nothing happened.
     """
     every, records = jobs.task.every, list(jobs.roll)
     times = jobs.times[: len(records)]
     took = [after - before for before, after in itertools.pairwise(times)]
     usual = statistics.median(took)
-    joins = []
-    for index, record in enumerate(records):
-        mine = index > 1 and any(entrance.round for entrance in record.entered.values())
-        near = records[max(0, index - 1) : index + 1]
-        if mine and not any(each.attempt or each.lost for each in near):
-            joins.append(sum(took[index - 2 : index]) - 2 * usual)
+    joins, quiet = [], []
+    for index in range(2, len(records)):
+        before, record = records[index - 1 : index + 1]
+        if not any(each.attempt or each.lost or each.left for each in (before, record)):
+            late = sum(took[index - 2 : index]) - 2 * usual
+            if record.entered:
+                joins.append(late)
+            elif not before.entered and not any(e.entered for e in records[index + 1 : index + 2]):
+                quiet.append(late)
     return {
         "rate": worker_steps(records[1:], every) / (times[-1] - times[0]),
         "round": usual,
@@ -281,6 +285,7 @@ def measured(jobs: Jobs) -> dict[str, Any]:
             if died < times[-1]
         ],
         "joins": joins,
+        "quiet": quiet,
         "repeated": sum(each.attempt > 0 for each in records),
     }
 
