@@ -70,7 +70,7 @@ def faults(rounds: int, death_every: int, join_every: int, draw: random.Random) 
 def worker_steps(rounds: Sequence[Round], every: int) -> int:
     """Return the optimizer steps of all members in these committed rounds."""
     return sum(
-        every * len(each.members) - sum(e.position for e in each.entered.values() if each.round)
+        every * len(each.members) - sum(entrance.position for entrance in each.entered.values())
         for each in rounds
     )
 

@@ -21,9 +21,10 @@ from lightning_gc.lightning.for_pytorch_lightning import (
     SimulatedLocalStepsStrategy,
 )
 from lightning_gc.local_steps.rendezvous import Rendezvous
-from lightning_gc.local_steps.roll import Round
+from lightning_gc.local_steps.roll import Entrance, Round
 from tests.soak.elastic import Run
-from tests.support.elastic import Job, replay, start, step_of, train
+from tests.support.elastic import Job, Stream, batches, replay, start, step_of, train
+from tests.support.fitting import quiet_trainer, unwarned
 
 pytestmark = pytest.mark.processes
 LIMIT = 120.0
@@ -246,3 +247,15 @@ def test_a_roll_replaces_the_number_of_workers() -> None:
     for wrong in ({"roll": roll, "workers": 2}, {"roll": Roll()}, {"roll": Roll([Round(3, (0,))])}):
         with pytest.raises(ValueError, match="begins with round 0"):
             SimulatedLocalStepsStrategy(QSGD(4), **wrong)  # type: ignore[arg-type]
+
+
+def test_a_replay_lets_workers_in_within_the_first_round() -> None:
+    """They begin at the common weights, and make the steps that are left of the round."""
+    entered = {0: Entrance(error="kept"), 1: Entrance(position=2, donor=0)}
+    roll = Roll([Round(0, (0, 1), entered=entered), Round(1, (0, 1))])
+    strategy = SimulatedLocalStepsStrategy(QSGD(4), every=4, roll=roll)
+    trainer = quiet_trainer(strategy, max_steps=8, max_epochs=-1)
+    with unwarned():
+        trainer.fit(Stream(Job(0, "")), batches(2))
+    assert [engine.step for engine in strategy.engines] == [2, 2]
+    assert [engine.tally.local_steps for engine in strategy.engines] == [8, 6]

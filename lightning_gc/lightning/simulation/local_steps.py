@@ -451,7 +451,8 @@ class Replay:
         if number not in self._heirs:
             self._heirs.add(number)
             self._inherit(record)
-        come = {n: e for n, e in record.entered.items() if e.position == position and number}
+        begins = number == position == 0  # all have the weights with which the run begins
+        come = {n: e for n, e in record.entered.items() if e.position == position and not begins}
         for each, entrance in come.items():
             self._enter(each, entrance)
         late = {n for n, e in record.entered.items() if e.position > position}
