@@ -28,7 +28,7 @@ from lightning_gc.core import plot_style
 DEATHS, JOINS = 20, 25  # one in so many rounds
 ROUNDS = 100
 WORKERS = (4, 8, 16, 32, 64)
-LOSSES = {4: (60, 4), 64: (40, 1)}  # workers -> rounds, rows of a batch
+LOSSES = {4: (40, 2), 64: (40, 1)}  # workers -> rounds, rows of a batch
 REAL, LENGTH, SECONDS = 4, 60, 0.15  # workers, rounds, and seconds of a step
 BALLAST = (0, 10_000_000)
 ABOUT = f"""
@@ -48,8 +48,8 @@ roll, and the replay's weights have the same bits. The rate without failures is 
 
 Losses are of the small transformer of `local_steps.py`, with AdamW at 0.006 and H = 8. Runs with
 failures go on until they have as many committed worker-steps as the undisturbed run, so tokens are
-equal. Four workers train for 60 rounds, in batches of four rows. 64 workers train for 40 rounds,
-in batches of one row.
+equal. Workers train for 40 rounds: four of them in batches of two rows, and 64 of them in batches
+of one row.
 """
 
 
@@ -111,6 +111,16 @@ def protocol(cell: Cell) -> Row:
     }
 
 
+def present(workers: int, seed: int) -> float:
+    """Return the mean share of workers that are there, with the faults of a seed."""
+    planned = faults(ROUNDS, DEATHS, JOINS, random.Random(seed))
+    there = [
+        sum((1 if each.what == "join" else -1) for each in planned if each.round < number)
+        for number in range(ROUNDS)
+    ]
+    return 1 + statistics.fmean(there) / workers
+
+
 def loss(cell: Cell) -> Row:
     """Train simulated workers by a roll of virtual time."""
     workers, seed = cell["workers"], cell["seed"]
@@ -138,8 +148,9 @@ def real(cell: Cell) -> Row:
 def join(cell: Cell) -> Row:
     """Measure how much longer rounds of 8 s are when a worker joins."""
     task = Task("QSGD(4)", cell["seed"], 16 * 28, every=16, seconds=0.5, ballast=cell["ballast"])
-    jobs = Jobs(task, 3)
-    jobs.play([Fault("join", number, 0.3) for number in (2, 6, 10, 14, 18, 22)])
+    planned = [Fault("join", number, 0.3) for number in (2, 6, 10, 14, 18, 22)]
+    jobs = Jobs(task, 3, len(planned))
+    jobs.play(planned)
     found = measured(jobs)
     jobs.close()
     usual = found["round"]
@@ -166,10 +177,14 @@ def page(rows: list[Row]) -> str:
         kinds = [where(rows, kind="protocol", workers=workers, silent=s) for s in (False, True)]
         if all(kinds):
             again = [statistics.fmean(_several(each, "deaths")) for each in kinds]
-            shown.append([workers, *map(_percent, kinds), *(f"{each:.2f}" for each in again)])
-    head = ["workers", "broken: goodput (least)", "silent: goodput (least)"]
+            there = statistics.fmean(present(workers, row["seed"]) for row in kinds[0])
+            figures = [f"{there:.1%}", *map(_percent, kinds), *(f"{each:.2f}" for each in again)]
+            shown.append([workers, *figures])
+    head = ["workers", "present", "broken: goodput (least)", "silent: goodput (least)"]
     head += ["broken: death to next commit", "silent: death to next commit"]
-    text = "## Goodput in virtual time\n\nThe last two columns are means, in rounds of 10 s.\n\n"
+    text = "## Goodput in virtual time\n\n*Present* is the share of workers that are there: the "
+    text += "goodput if a death and a join took no time. The last two columns are means, in rounds "
+    text += "of 10 s.\n\n"
     text += table(head, shown)
     text += "\n## Losses at equal tokens\n\n" + _losses(rows)
     text += "\n## Real jobs\n\n" + _real(rows)

@@ -153,13 +153,15 @@ def digest_of(words: Reader) -> str:
 
 
 def work(task: Task, port: int, folder: str, name: str) -> None:
-    """Be a job: train as an elastic worker, and leave the weights' digest."""
+    """Be a job: when told to, train as an elastic worker, and leave the weights' digest."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # as the replay's process has it
     log = os.open(Path(folder) / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    while not (Path(folder) / f"{name}.go").exists():
+        time.sleep(0.01)
     elastic = Elastic(f"127.0.0.1:{port}", **TERMS)  # type: ignore[arg-type]
     strategy = LocalStepsStrategy(**task.settings, process_group_backend="gloo", elastic=elastic)
     words = fit(strategy, task, 1)
@@ -172,6 +174,7 @@ class Jobs:
     Args:
         task: of all jobs.
         workers: at first.
+        spares: that may join; their processes are started at once, as imports take long.
 
     Attributes:
         roll: the committed rounds.
@@ -179,32 +182,33 @@ class Jobs:
         deaths: times of kills.
     """
 
-    def __init__(self, task: Task, workers: int) -> None:
+    def __init__(self, task: Task, workers: int, spares: int) -> None:
         self.task, self.folder = task, Path(tempfile.mkdtemp(prefix="goodput"))
         self._file = self.folder / "roll.jsonl"
         self._server = Rendezvous(0, str(TERMS["secret"]), self._file)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["goodput_jobs"])
         self._processes: list[Any] = []
-        self._started: list[float] = []
+        self._joined: list[float] = []
         self._killed: set[int] = set()
         self.times: list[float] = []
         self.deaths: list[float] = []
+        for index in range(workers + spares):
+            arguments = (self.task, self._server.port, str(self.folder), f"job{index}")
+            self._processes.append(self._context.Process(target=work, args=arguments))
+            self._processes[-1].start()
         for _ in range(workers):
             self.join()
 
     def join(self) -> None:
-        """Start one more job."""
-        name = f"job{len(self._processes)}"
-        arguments = (self.task, self._server.port, str(self.folder), name)
-        self._processes.append(self._context.Process(target=work, args=arguments))
-        self._processes[-1].start()
-        self._started.append(time.monotonic())
+        """Let one more job begin."""
+        (self.folder / f"job{len(self._joined)}.go").touch()
+        self._joined.append(time.monotonic())
 
     def kill(self, number: int) -> None:
         """Kill a living job that has had time to become a member."""
-        old = [time.monotonic() - started > YOUNG for started in self._started]
-        living = [i for i, each in enumerate(self._processes) if each.is_alive() and old[i]]
+        old = [i for i, joined in enumerate(self._joined) if time.monotonic() - joined > YOUNG]
+        living = [i for i in old if self._processes[i].is_alive()]
         victim = living[number % len(living)]
         self._killed.add(victim)
         os.kill(self._processes[victim].pid, signal.SIGKILL)
@@ -226,7 +230,7 @@ class Jobs:
         usual = self.task.every * self.task.seconds
         limit = time.monotonic() + BOOT + 3 * self.task.steps * self.task.seconds
         try:
-            while any(each.is_alive() for each in self._processes):
+            while any(each.is_alive() for each in self._processes[: len(self._joined)]):
                 time.sleep(0.005)
                 now = time.monotonic()
                 if now > limit:
@@ -245,7 +249,7 @@ class Jobs:
                 process.kill()
                 process.join()
             self._server.close()
-        for index, process in enumerate(self._processes):
+        for index, process in enumerate(self._processes[: len(self._joined)]):
             if process.exitcode and index not in self._killed:
                 log = (self.folder / f"job{index}.log").read_text()
                 late = "ended without it" in log or "has waited" in log
@@ -311,7 +315,7 @@ def run(task: Task, workers: int, faults: list[Fault]) -> dict[str, Any]:
     Raises:
         AssertionError: the replay's weights are not those of the jobs, bit for bit.
     """
-    jobs = Jobs(task, workers)
+    jobs = Jobs(task, workers, sum(each.what == "join" for each in faults))
     jobs.play(faults)
     found = measured(jobs)
     digest = digest_of(replayed(task, jobs.roll))
