@@ -6,7 +6,9 @@ Lightning's ``LocalStepsStrategy`` holds the same ``AttachedRounds``, and forwar
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_gc.attachment.attached import Attached, InBackground, Setup, peers_of
 from lightning_gc.compressors import Compressor
@@ -31,6 +34,7 @@ from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import check_controller, digest_of
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.local_steps import GrowingRounds, OuterSGD
+from lightning_gc.local_steps.elastic import Elastic, ElasticExchange, ElasticState
 from lightning_gc.local_steps.local_rounds import (
     MODULE,
     ROUNDS,
@@ -47,11 +51,13 @@ from lightning_gc.local_steps.refusals import (
     OwnSteps,
     check_rounds,
     check_unequal,
+    refuse_elastic,
     refuse_grace,
     refuse_optimizers,
     refuse_settings,
     refuse_synchronised_norms,
 )
+from lightning_gc.local_steps.roll import Roll
 from lightning_gc.local_steps.round_plan import Outer, RoundPlan
 from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.memories import Memory
@@ -94,6 +100,28 @@ def among_ranks(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
     return Meeting(synchronizer, peers_of(setup.device, None, None), take_over)
 
 
+def by_rendezvous(elastic: Elastic, wanted: int | None = None) -> Meet:
+    """Return what connects an elastic worker, the only one of its job, to the others.
+
+    Args:
+        elastic: where they meet.
+        wanted: the worker's number in a checkpoint.
+    """
+
+    def meet(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
+        parts = (elastic, setup.workers, setup.device, agreed, wanted)
+        exchange = ElasticExchange(*parts)
+        setup.workers.common["elastic"] = ElasticState(exchange)
+        return Meeting(exchange, Peers(False, setup.device, _same), lambda module: None)
+
+    return meet
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """Return the mean over the one worker of this job."""
+    return tensor
+
+
 class AttachedRounds(Attached):
     """Handle of a module whose workers exchange differences of weights every H steps.
 
@@ -126,7 +154,7 @@ class AttachedRounds(Attached):
         tensors = (*module.named_parameters(), *module.named_buffers())
         layout = {name: tuple(tensor.shape) for name, tensor in tensors}
         agreed = {
-            "plan": repr(plan),
+            "plan": repr(dataclasses.replace(plan, owner="")),
             "outer": repr(outer),
             "unequal": repr(unequal),
             "names and shapes of parameters and buffers": digest_of(layout),
@@ -167,6 +195,49 @@ class AttachedRounds(Attached):
         finished(self.rounds.ending())
 
 
+class StepCount:
+    """Counts the steps of a loop as all its workers do: a ``Loop`` of elastic rounds.
+
+    Args:
+        owner: the class, for the warning.
+        optimizer: of the loop.
+
+    Attributes:
+        steps: that are done.
+        total: of the run; None: not known.
+        schedulers: that the loop steps once after each optimizer step.
+    """
+
+    def __init__(self, owner: str, optimizer: Optimizer) -> None:
+        self._owner, self._optimizer = owner, optimizer
+        self.steps = 0
+        self.total: int | None = None
+        self.schedulers: Sequence[LRScheduler] = ()
+
+    def go_on_from(self, steps: int) -> None:
+        """Count from here, with an optimizer that begins again and learning rates of this step."""
+        self._optimizer.state.clear()
+        missing, self.steps = steps - self.steps, steps
+        if missing > 0 and not self.schedulers and hasattr(self._optimizer.step, _SCHEDULED):
+            warnings.warn(
+                f"{self._owner}: this worker goes on with step {steps}, and its learning-rate "
+                f"scheduler is {missing} steps behind. Use until(total, scheduler).",
+                stacklevel=2,
+            )
+        with warnings.catch_warnings():  # of a scheduler's step before the optimizer's first
+            warnings.simplefilter("ignore", UserWarning)
+            for _ in range(missing):
+                for each in self.schedulers:
+                    each.step()
+
+    def check(self) -> None:
+        """Raise nothing: signals raise in the loop themselves."""
+
+
+_SCHEDULED = "_wrapped_by_lr_sched"
+"""What torch's schedulers set on an optimizer's ``step``."""
+
+
 class LocalSteps(AttachedRounds):
     """Let workers train alone for H optimizer steps, and exchange compressed weights then.
 
@@ -178,6 +249,10 @@ class LocalSteps(AttachedRounds):
     After each exchange the model holds the common weights. Between two exchanges it holds this
     worker's own weights, and ``common_weights`` shows the common ones for a while. ``finish``
     makes the last exchange. As a context manager, ``LocalSteps`` calls ``finish`` at the end.
+
+    With ``elastic`` each worker is a separate job, without a process group, and may die, leave and
+    join. The loop is then ``for step in local.until(1000):``. It chooses its batches by ``step``
+    and ``local.number``. An exception, Ctrl-C's too, leaves the run: another worker gets the error.
 
     Args:
         model: the module that is trained. All workers begin with worker 0's weights and buffers.
@@ -193,10 +268,12 @@ class LocalSteps(AttachedRounds):
         fragments: parts in which parameters are exchanged, one after the other.
         unequal: how workers that differ share a round, with ``pace="equal"``: the loop makes every
             step. ``weigh="tokens"`` is refused, as the batches are not seen.
+        elastic: where workers meet that may die, leave and join; as for ``LocalStepsStrategy``.
         scaler: of fp16 training. A step that it skips counts as a step, so workers agree on the
             rounds.
         seed: of the compressor's private random numbers.
-        timeout: of the exchange's collectives. Default: the process group's timeout.
+        timeout: of the exchange's collectives. Default: the process group's timeout. Elastic
+            workers have ``Elastic(timeout=...)`` instead.
         verify: what workers compare.
         min_numel: as for ``CompressedDDPStrategy``.
         unknown: refused, with a suggestion.
@@ -209,7 +286,8 @@ class LocalSteps(AttachedRounds):
             from the model's device; a model that is wrapped in DDP, is in shards, or synchronises
             batch norms; an optimizer of other parameters, or one that communicates.
         RuntimeError: in a step, weights that were loaded after this was made; a parameter that was
-            unfrozen or replaced; a step while the common weights are shown.
+            unfrozen or replaced; a step while the common weights are shown; a step of an elastic
+            worker outside of ``until``.
         PeerError: in a step, an exchange has failed.
 
     Example:
@@ -237,6 +315,7 @@ class LocalSteps(AttachedRounds):
         merge: Literal["rebase", "mix"] = "rebase",
         fragments: int = 1,
         unequal: Unequal | None = None,
+        elastic: Elastic | None = None,
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
         timeout: timedelta | None = None,
@@ -256,12 +335,21 @@ class LocalSteps(AttachedRounds):
         refuse_grace(owner, unequal)
         _refuse_pace(owner, unequal)
         verification(verify, owner)
+        if elastic is not None:
+            parts_of = (controller, configuration, verify, outer, unequal)
+            refuse_elastic(owner, elastic, plan, *parts_of)
+            if timeout is not None:
+                raise ValueError(
+                    f"{owner}(elastic=..., timeout={timeout!r}): elastic workers wait as long as "
+                    f"Elastic(timeout={elastic.timeout:g}) says, in seconds; set it there."
+                )
         _refuse_model(owner, model)
         refuse_synchronised_norms(owner, model)
         refuse_optimizers(owner, [optimizer])
         self._optimizer = _with_hooks(owner, optimizer)
         device = _device_of(owner, model, self._optimizer)
-        _refuse_process_group(owner, device)
+        if elastic is None:
+            _refuse_process_group(owner, device)
         if any(each._module is model for each in self._open):
             raise ValueError(
                 f"{owner}: this model's weights or gradients are exchanged already; close the "
@@ -269,6 +357,7 @@ class LocalSteps(AttachedRounds):
             )
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scaler, self._owner = scaler, owner
+        self._count, self._entered = StepCount(owner, self._optimizer), elastic is None
         self._scaling = False
         self._own_steps = OwnSteps(owner, self._before_step, self._after_step)
         workers = Workers(configuration)
@@ -277,7 +366,8 @@ class LocalSteps(AttachedRounds):
         more_workers = "start more processes, or leave LocalSteps out"
         settings = scaler, timeout, verify, more_workers
         setup = Setup(owner, workers, controller, lambda: optimizers, device, *settings)
-        super().__init__(model, setup, plan, outer, unequal, self._keep_rounds)
+        meet = among_ranks if elastic is None else by_rendezvous(elastic)
+        super().__init__(model, setup, plan, outer, unequal, self._keep_rounds, meet)
         self._own_steps.begin(self._optimizer)
         if scaler is not None:
             self._count_attempts(scaler)
@@ -289,8 +379,63 @@ class LocalSteps(AttachedRounds):
             workers, rounds, self._setup.optimizers, lambda: self._scaler
         )
 
+    @property
+    def _elastic(self) -> ElasticExchange | None:
+        exchange = self._meeting.exchange
+        return exchange if isinstance(exchange, ElasticExchange) else None
+
+    @property
+    def number(self) -> int:
+        """This worker's number, by which its data can be chosen."""
+        return self._workers.first.worker if self._elastic is None else self._elastic.number
+
+    @property
+    def roll(self) -> Roll | None:
+        """The rounds of an elastic run, since this worker came in; else None."""
+        return None if self._elastic is None else self._elastic.roll
+
+    def until(self, total: int, *schedulers: LRScheduler) -> Iterator[int]:
+        """Yield the number of each step of an elastic run; the last step exchanges everything.
+
+        The worker comes into the run with the first one, and waits for others. If it has been too
+        late for a round, the numbers go on where the others are.
+
+        Args:
+            total: optimizer steps of the run, equal on all workers.
+            schedulers: that the loop steps once after each optimizer step. If the numbers go on
+                elsewhere, they are stepped up to the others' learning rate.
+
+        Raises:
+            ValueError: without ``elastic``.
+            RuntimeError: no rendezvous, or too few workers, for ``Elastic(patience=...)`` seconds.
+        """
+        exchange, count = self._elastic, self._count
+        if exchange is None:
+            raise ValueError(
+                f"{self._owner}.until({total}) counts the steps of elastic workers; without "
+                f"elastic=Elastic(...) use range({total})."
+            )
+        count.total, count.schedulers = total, schedulers
+        if not self._entered:
+            count.steps = exchange.steps
+            exchange.enter(self.rounds, count)
+            self._entered = True
+        while count.steps < total:
+            yield count.steps
+
+    def stepped(self, ends: bool = False) -> None:
+        """As for ``AttachedRounds``; count the step, too."""
+        count = self._count
+        super().stepped(ends or count.steps + 1 == count.total)
+        count.steps += 1
+
     def _before_step(self) -> None:
         """Refuse a step that would be lost, or be taken for another one."""
+        if not self._entered:
+            raise RuntimeError(
+                f"{self._owner}(elastic=...): the worker has not come into the run yet, and would "
+                f"lose this step. Let the loop be: for step in local.until(total)."
+            )
         weights = self.rounds.weights
         if weights.shown:
             raise RuntimeError(
@@ -355,6 +500,11 @@ class LocalSteps(AttachedRounds):
         Errors, outer momentum and the place in the round are zero. Optimizers stay as they are.
         Call it on all workers, between steps.
         """
+        if self._elastic is not None:
+            raise RuntimeError(
+                f"{self._owner}(elastic=...): reset() needs all workers, and others may come. Load "
+                f"weights before you make it."
+            )
         self.rounds.arrive()
         super().reset()
         self.rounds.restart()
@@ -401,10 +551,16 @@ class LocalSteps(AttachedRounds):
         Raises:
             PeerError: the last exchange failed.
         """
-        if self in self._open and self.rounds.apart:
+        if self in self._open and self.rounds.apart and self._elastic is None:
             self.refuse_unsynchronised()
             self.end_rounds()
         self.close()
+
+    def end(self, failed: bool) -> None:
+        """As for ``Attached``; an elastic worker that stops early gives its error to another."""
+        total = self._count.total
+        early = self._elastic is not None and (total is None or self._count.steps < total)
+        super().end(failed or early)
 
     def __enter__(self) -> Self:
         return self

@@ -15,20 +15,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_gc.attachment.attached import Setup
-from lightning_gc.attachment.local_steps import AttachedRounds, Meeting, among_ranks
+from lightning_gc.attachment.local_steps import (
+    AttachedRounds,
+    Meeting,
+    among_ranks,
+    by_rendezvous,
+)
 from lightning_gc.checkpoint.side_files import KEY
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.control.training_progress import steps_of
 from lightning_gc.controllers import Controller
-from lightning_gc.exchange.peers import Peers, broadcast_all
+from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
 from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD, Unequal
-from lightning_gc.local_steps.elastic import Elastic, ElasticExchange, ElasticState
+from lightning_gc.local_steps.elastic import Elastic, ElasticExchange
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
@@ -487,10 +492,10 @@ class LocalSteps(LocalHooks, RealWorker):
             )
         assert self.elastic is not None
         wanted, self._wanted = self._wanted, None
-        parts = (self.elastic, setup.workers, setup.device, agreed, wanted)
-        self._exchange = ElasticExchange(*parts)
-        setup.workers.common["elastic"] = ElasticState(self._exchange)
-        return Meeting(self._exchange, Peers(False, setup.device, _same), lambda module: None)
+        meeting = by_rendezvous(self.elastic, wanted)(setup, agreed)
+        assert isinstance(meeting.exchange, ElasticExchange)
+        self._exchange = meeting.exchange
+        return meeting
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load; note the number that this worker had, before it asks for one."""
@@ -559,11 +564,6 @@ class LocalSteps(LocalHooks, RealWorker):
 
 def _nothing() -> None:
     """Undo nothing."""
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the one worker of this job."""
-    return tensor
 
 
 class TrainerLoop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -208,7 +210,7 @@ class ElasticExchange:
         self._differing = self._failures = self.size = 0
         self._first = 0  # steps before this round
         self._within = False  # whether the loop is in a step, which it has not counted
-        self._wanted = elastic.number if wanted is None else wanted
+        self._saved: int | None = None  # number in the state that was loaded
         host, port = host_and_port(elastic.rendezvous, "Elastic(rendezvous")
         roll = None if elastic.roll is None else Path(elastic.roll)
         self._line = Line(host, port, elastic.secret, roll)
@@ -223,7 +225,7 @@ class ElasticExchange:
         same |= arithmetic(device, workers.configuration.compressor)
         report = Report(
             token=secrets.token_hex(8),
-            wanted=self._wanted,
+            wanted=elastic.number if wanted is None else wanted,
             address=self._door.address,
             settings=hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest(),
             min_workers=elastic.min_workers,
@@ -243,6 +245,15 @@ class ElasticExchange:
         number = self._member.report.number
         assert number is not None
         return number
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run that are done, as all workers count them."""
+        return self._first if self._loop is None else self._loop.steps
+
+    def resume(self, number: int, steps: int) -> None:
+        """Note the number and the steps in the state that this worker has loaded."""
+        self._saved, self._first = number, steps
 
     @property
     def roll(self) -> Roll:
@@ -307,7 +318,7 @@ class ElasticExchange:
         self._rounds, self._loop = rounds, loop
         # If another worker has the number, the checkpoint has that worker's error.
         step = self._workers.first.step
-        self._belongs = self._resumed = step > 0 and self._wanted in (None, self.number)
+        self._belongs = self._resumed = step > 0 and self._saved in (None, self.number)
         self._first = loop.steps - rounds.position
         self._member.enters(self._workers.first.step, self._mark())
         done = self._until(("begin", "fetched"), "for other workers")
@@ -341,27 +352,24 @@ class ElasticExchange:
         return None
 
     def _take(self, wire: Wire) -> None:
-        """Read a snapshot, then the place of its round; begin there."""
+        """Begin where the donor is. Until all of it has come, this worker stays as it was."""
         assert self._rounds is not None
         assert self._loop is not None
         engine, rounds = self._workers.first, self._rounds
-        while True:
-            wire.send({"ask": "snapshot"})
-            tree = wire.receive()
-            check_snapshot(tree, engine, self._workers.shapes)
-            number = tree["round"]
-            if self._resumed and (number, tree["mark"]) == (engine.step, self._mark()):
-                # The steps within the round are kept, too.
-                self._member.fetched(number, rounds.position, "kept")
-                return
-            self._resumed = False
-            with self._still:
-                load_snapshot(tree, rounds, engine, keep_error=self._belongs)
-            wire.send({"ask": "place"})
-            place = wire.receive()
-            _PLACE.check(place, "place")
-            if place["round"] == number:
-                break
+        heed, patience = self._loop.check, self.elastic.patience
+        check = partial(check_snapshot, engine=engine, shapes=self._workers.shapes)
+        tree, place = snapshot_and_place(wire, check, patience, heed)
+        number = tree["round"]
+        if self._resumed and (number, tree["mark"]) == (engine.step, self._mark()):
+            # The steps within the round are kept, too.
+            self._member.fetched(number, rounds.position, "kept")
+            return
+        self._resumed = False
+        with self._still:
+            load_snapshot(tree, rounds, engine, keep_error=self._belongs)
+        with suppress(OSError, ValueError):  # the donor has made steps in the meantime
+            later = place_of(wire)
+            place = later if later["round"] == number else place
         rounds.skip(place["position"])
         self._first = place["steps"] - place["position"]
         # Within a step, as in a round that has begun without this worker, the loop counts it next.
@@ -632,17 +640,62 @@ class ElasticExchange:
             self._undo()
 
 
-class ElasticState:
-    """The worker's number in checkpoints, by which it is recognised when it resumes."""
+def snapshot_and_place(
+    wire: Wire, check: Callable[[Any], None], patience: float, heed: Callable[[], None]
+) -> tuple[Any, Any]:
+    """Return a snapshot, and the donor's place in the same round.
 
-    common_structure = Record({"number": WHOLE})
+    Args:
+        wire: to the donor.
+        check: refuses a snapshot of another model.
+        patience: seconds.
+        heed: raises what ends the loop.
+
+    Raises:
+        RuntimeError: snapshots came after the ends of their rounds, for ``patience`` seconds.
+    """
+    limit = time.monotonic() + patience
+    for tries in itertools.count(1):
+        asked = time.monotonic()
+        wire.send({"ask": "snapshot"})
+        tree = wire.receive()
+        check(tree)
+        place = place_of(wire)
+        if place["round"] == tree["round"]:
+            return tree, place
+        came = time.monotonic()
+        if came > limit:
+            raise RuntimeError(
+                f"No snapshot has come before its round ended; tries: {tries}, the last one of "
+                f"{came - asked:.3g} s. A round must take longer than that; raise every."
+            )
+        # After two that were late, the next one is asked for when a round begins.
+        while tries > 1 and time.monotonic() < came + 2 * (came - asked):
+            heed()
+            time.sleep(0.01)
+            if place_of(wire)["round"] != place["round"]:
+                break
+    raise AssertionError
+
+
+def place_of(wire: Wire) -> Any:
+    """Return the round, the position in it, and the steps of the worker at the other end."""
+    wire.send({"ask": "place"})
+    place = wire.receive()
+    _PLACE.check(place, "place")
+    return place
+
+
+class ElasticState:
+    """The worker's number in checkpoints, by which it is recognised, and its count of steps."""
+
+    common_structure = Record({"number": WHOLE}, {"steps": WHOLE})
 
     def __init__(self, exchange: ElasticExchange) -> None:
         self._exchange = exchange
 
     def common_state(self) -> Tree:
-        """Return the number."""
-        return {"number": self._exchange.number}
+        return {"number": self._exchange.number, "steps": self._exchange.steps}
 
     def load_common_state(self, state: Any) -> None:
-        """Do nothing: the number has been read before the worker has asked for one."""
+        self._exchange.resume(state["number"], state.get("steps", 0))

@@ -24,6 +24,8 @@ BEAT = 0.25
 """Seconds between two reports of a member that has nothing new to say."""
 NEAR = 6 * BEAT
 """Seconds of silence after which a member is not called to a round."""
+AWAITED = range(3, 6)
+"""Rounds wait for a worker that was sent to a snapshot so often, and has not been in time yet."""
 
 Phase = Literal[
     "coming", "entering", "ready", "training", "asking", "running", "done", "failed", "left"
@@ -59,6 +61,7 @@ class Report:
             is in an exchange, ``"done"`` has its result, ``"failed"`` has lost a peer. ``"left"``
             has said goodbye.
         run: random name of the run; empty before the worker has entered one.
+        sought: the run whose snapshot it needs, of a worker that has been sent to one.
         number: the worker's number; None before the keeper has given one.
         wanted: the number that it would like to have.
         request: counts how often it has asked for a snapshot.
@@ -81,6 +84,7 @@ class Report:
     beat: int = 0
     phase: Phase = "coming"
     run: str = ""
+    sought: str = ""
     number: int | None = None
     wanted: int | None = None
     request: int = 0
@@ -105,6 +109,7 @@ class Report:
             "beat": WHOLE,
             "phase": Leaf("a phase", lambda v: v in get_args(Phase)),
             "run": TEXT,
+            "sought": TEXT,
             "number": Optional(WHOLE),
             "wanted": Optional(WHOLE),
             "request": WHOLE,
@@ -451,7 +456,7 @@ class Member:
 
     def _fetch(self, run: str, donor: int, address: str, founding: bool) -> Do:
         self._run, self._donor, self._founding = run, donor, founding
-        self._say(phase="entering", run="")
+        self._say(phase="entering", run="", sought="" if founding else run)
         return Do("fetch", address=address, donor=donor)
 
     def _take(self, verdict: Verdict) -> Do:
@@ -481,6 +486,7 @@ class Member:
         self._say(
             phase="ready" if self._founding else "training",
             run=self._run,
+            sought="",
             round=round_,
             attempt=0,
             request=self.report.request + (not self._founding),
@@ -490,6 +496,7 @@ class Member:
 
     def not_fetched(self) -> None:
         """Ask for a snapshot again: none could be had."""
+        # ``sought`` stays: this worker begins no other run with the weights that it has now.
         self._say(phase="entering", run="", request=self.report.request + 1)
 
     def asks(self, mark: str, inherited: Iterable[int] = ()) -> None:
@@ -552,9 +559,10 @@ class Keeper:
         self.run, self.round, self.attempt = "", 0, 0
         self.roll: list[Round] = []
         self._heard: dict[str, _Heard] = {}
-        self._quiet_until = now + settle
+        self._began, self._quiet_until = now, now + settle
         self._next = 0  # number of a worker
         self._told: dict[str, int] = {}  # token -> request that was answered
+        self._sent: dict[str, int] = {}  # token -> how often to a snapshot, since its last round
         self._founders: tuple[str, ...] = ()  # the first has the snapshot
         self._begun: set[str] = set()
         self._judged: set[tuple[int, int]] = set()
@@ -588,8 +596,8 @@ class Keeper:
         if self.run and not self._founders and not any(map(self._keeps_up, self._members(now))):
             self._over[self.run] = self.round  # all have ended, or have died
             self.run, self._called = "", None
+        said += self._refuse_left_behind(now)
         if not self.run:
-            said += self._refuse_left_behind(now)
             self._resume(now)
         if not self.run:
             return [*said, *self._found(now)]
@@ -651,6 +659,7 @@ class Keeper:
         """Begin a run when enough workers have come, and nobody else for a while."""
         outside = ("entering", "ready")
         coming = [r for r in self._living(now) if r.phase in outside and r.number is not None]
+        coming = [r for r in coming if not r.sought]
         if not coming or len(coming) < coming[0].min_workers:
             self._since = math.nan
             return
@@ -688,13 +697,14 @@ class Keeper:
         """Send those that need a snapshot to the lowest member."""
         members = self._members(now)
         inside = [r for r in members if r.phase not in ("entering", "ready")]
-        donors = [r for r in inside if r.round == self.round and self._is_current(r)]
+        mark = self._common_mark()
+        donors = [r for r in inside if r.round == self.round and self._is_current(r, mark)]
         near = {r.token for r in self._members(now, NEAR)}
         donors = [r for r in donors if r.token in near] or donors
         if not donors:
             return
         donor = donors[0]
-        late = [r for r in inside if r.phase == "asking" and not self._is_current(r)]
+        late = [r for r in inside if r.phase == "asking" and not self._is_current(r, mark)]
         ended = [r for r in inside if r.phase in ("done", "failed") and r.round != self.round]
         late += [r for r in ended if (r.round, r.attempt) not in self._judged]
         late += [r for r in self._living(now) if r.phase == "entering" and r.number is not None]
@@ -709,6 +719,7 @@ class Keeper:
             if report.settings != donor.settings:
                 yield from self._refuse([report])
             else:
+                self._sent[report.token] = self._sent.get(report.token, 0) + 1
                 yield Enter(report.token, report.request, self.run, _number(donor), donor.address)
 
     def _keeps_up(self, member: Report) -> bool:
@@ -718,13 +729,23 @@ class Keeper:
         return member.round >= self.round or (exchanging and judged)
 
     def _refuse_left_behind(self, now: float) -> Iterator[Entry]:
-        """Refuse workers that were away when a run ended: they would end with other weights."""
+        """Refuse workers that were away when their run ended: they would end with other weights.
+
+        A member of an ended run that lacks none of its rounds goes on with it. One that has been
+        sent to the run for a snapshot lacks some. A restarted keeper knows of no ended run, and
+        waits as long as it would hear of a member that lives.
+        """
         for report in self._living(now):
-            rounds = self._over.get(report.run, 0)
-            if report.run and report.round < rounds:
+            run = report.run or report.sought
+            if run in ("", self.run):
+                continue
+            rounds = self._over.get(run)
+            behind = report.sought or (rounds is not None and report.round < rounds)
+            if behind and (rounds is not None or now - self._began > report.timeout):
+                after = "" if rounds is None else f", after round {rounds - 1}"
                 why = (
-                    f"the run has ended without it, after round {rounds - 1}; this worker was in "
-                    f"round {report.round}. Use the weights of another worker"
+                    f"the run has ended without it{after}; this worker was in round "
+                    f"{report.round}. Use the weights of another worker"
                 )
                 yield from self._refuse([report], why)
 
@@ -734,13 +755,17 @@ class Keeper:
             self._heard.pop(report.token)
             yield Refused(report.token, why)
 
-    def _is_current(self, report: Report) -> bool:
-        """Return whether a worker has the common weights with which this round begins.
+    def _is_current(self, report: Report, mark: str) -> bool:
+        """Return whether a worker has the common weights, of this mark, of this round."""
+        if report.round != self.round or report.phase != "asking":
+            return report.round == self.round
+        return report.mark == mark
+
+    def _common_mark(self) -> str:
+        """Return the mark of the weights with which this round begins.
 
         If marks differ, most asking workers have the right one, or else the lowest of them.
         """
-        if report.round != self.round or report.phase != "asking":
-            return report.round == self.round
         asking = [
             each.report
             for each in self._heard.values()
@@ -748,8 +773,8 @@ class Keeper:
             and (each.report.run, each.report.round) == (self.run, self.round)
         ]
         marks = Counter(r.mark for r in asking)
-        lowest = {mark: min(_number(r) for r in asking if r.mark == mark) for mark in marks}
-        return report.mark == max(marks, key=lambda mark: (marks[mark], -lowest[mark]))
+        lowest = {r.mark: _number(r) for r in sorted(asking, key=_number, reverse=True)}
+        return max(marks, key=lambda mark: (marks[mark], -lowest[mark]), default="")
 
     # ------------------------------------------------------------------------------ rounds
 
@@ -758,7 +783,8 @@ class Keeper:
         near = {r.token for r in self._members(now, NEAR)}
         here = [r for r in self._members(now) if r.round == self.round]
         asking = [r for r in here if r.phase == "asking" and r.token in near]
-        asking = [r for r in asking if self._is_current(r)]
+        mark = self._common_mark()
+        asking = [r for r in asking if self._is_current(r, mark)]
         if not asking:
             self._since = math.nan
             return
@@ -767,6 +793,8 @@ class Keeper:
         # In a repeated round the silent are not waited for: one of them has died.
         coming = [r for r in here if r not in asking and (not self.attempt or r.token in near)]
         coming = [r for r in coming if r.phase != "asking" or r.token not in near]
+        late = [r for r in self._living(now, NEAR) if r not in asking]
+        coming += [r for r in late if self._sent.get(r.token) in AWAITED]
         enough = len(asking) >= asking[0].min_workers
         if not enough or (coming and now - self._since < asking[0].grace):
             return
@@ -826,6 +854,8 @@ class Keeper:
         gone = {*called.members, *left, *lost}
         self._last = {number: token for number, token in self._last.items() if number not in gone}
         self._last |= {_number(r): r.token for r in known}
+        for report in known:
+            self._sent.pop(report.token, None)
         self._norms |= {_number(r): r.norm for r in known}
         self.roll.append(record)
         self._called, self.round, self.attempt = None, called.round + 1, 0

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import hold_port
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 pytestmark = [pytest.mark.processes, pytest.mark.nightly, pytest.mark.timeout(400)]
@@ -52,3 +54,19 @@ def test_it_goes_on_as_if_it_had_not_stopped(
     weights = [re.findall("weights sum to (.*)", line) for line in (resumed, straight)]
     assert weights[0] == weights[1]
     assert weights[0]
+
+
+def test_an_elastic_loop_in_two_jobs(tmp_path: Path) -> None:
+    with hold_port() as held:
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        command = [sys.executable, str(EXAMPLES / "local_elastic.py"), "--steps", "40"]
+        command += ["--rendezvous", address, "--folder", str(tmp_path)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        jobs = [subprocess.Popen(command, stdout=pipe, text=True, env=env) for _ in range(2)]
+        said = [job.communicate(timeout=120)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0]
+    found = [re.findall("weights sum to (.*)", each) for each in said]
+    assert found[0] == found[1]
+    assert found[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["worker0.pt", "worker1.pt"]

@@ -91,14 +91,38 @@ def test_controller_in_short(tmp_path: Path) -> None:
     assert BYTES.findall(lines[1]) == BYTES.findall(first)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(
+with_namespaces = pytest.mark.skipif(
     not hasattr(os, "geteuid")
     or os.geteuid() != 0
     or not all(map(shutil.which, ("ip", "tc", "torchrun"))),
     reason="makes network namespaces: needs Linux, root, iproute2 and torchrun on the path",
 )
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+@with_namespaces
+def test_three_sites() -> None:
+    """Rounds have other numbers, and sites are heard in another order; weights are equal."""
+    done = subprocess.run(
+        ["bash", str(PROGRAMS / "three_sites.sh")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = set(map(words, shown("tutorials/three-sites.md", "three_sites.sh")))
+    assert expected == {words(line) for line in done.stdout.splitlines()} & expected
+    sums = re.findall(r"weights sum to (\S+)", done.stdout)
+    assert len(sums) == 4
+    assert len(set(sums)) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@with_namespaces
 @pytest.mark.parametrize(
     ("title", "settings"),
     [

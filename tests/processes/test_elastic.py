@@ -6,21 +6,25 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_gc import QSGD, Elastic, Roll
+from lightning_gc import QSGD, Elastic, LocalSteps, Roll
+from lightning_gc.attachment.local_steps import StepCount
 from lightning_gc.controllers import Fixed
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
 )
 from lightning_gc.local_steps.rendezvous import Rendezvous
-from lightning_gc.local_steps.roll import Round
+from lightning_gc.local_steps.roll import Entrance, Round
 from tests.soak.elastic import Run
-from tests.support.elastic import Job, replay, start, step_of, train
+from tests.support.elastic import Job, Stream, batches, replay, start, step_of, train
+from tests.support.fitting import quiet_trainer, unwarned
 
 pytestmark = pytest.mark.processes
 LIMIT = 120.0
@@ -37,9 +41,9 @@ class Site:
         self.job = Job(self.server.port, str(folder), **given)
         self.processes: dict[str, Any] = {}
 
-    def start(self, *names: str, resume: str | None = None) -> None:
+    def start(self, *names: str, resume: str | None = None, plain: bool = False) -> None:
         for name in names:
-            self.processes[name] = start(self.job, name, resume)
+            self.processes[name] = start(self.job, name, resume, plain=plain)
 
     def until(self, name: str, step: int) -> None:
         limit = time.monotonic() + LIMIT
@@ -84,7 +88,9 @@ def assert_replayed(site: Site, left: list[Any]) -> None:
 
 
 def test_a_killed_worker_costs_an_attempt_and_the_run_is_replayed(site: Site) -> None:
-    site.start("a", "b", "c")
+    """One of the others is a loop of plain torch."""
+    site.start("a", "c")
+    site.start("b", plain=True)
     site.until("c", 9)
     site.signal("c", signal.SIGKILL)
     left = site.ended("a", "b")
@@ -112,9 +118,11 @@ def test_joins_leaves_and_a_restarted_rendezvous_are_replayed(tmp_path: Path) ->
 
 
 @pytest.mark.nightly
-def test_ctrl_c_and_a_frozen_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plain", [False, True])
+def test_ctrl_c_and_a_frozen_worker(tmp_path: Path, plain: bool) -> None:
     site = Site(tmp_path, steps=400, compressor=("qsgd", {"bits": 4}))
-    site.start("a", "b", "c")
+    site.start("a")
+    site.start("b", "c", plain=plain)
     site.until("b", 12)
     site.signal("b", signal.SIGSTOP)
     site.until("a", 40)
@@ -129,8 +137,11 @@ def test_ctrl_c_and_a_frozen_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("again", [("a", "b"), ("a", "b", "c")])
-def test_a_run_resumes_with_any_number_of_workers(tmp_path: Path, again: tuple[str, ...]) -> None:
+def test_a_run_resumes_with_any_number_of_workers(
+    tmp_path: Path, again: tuple[str, ...], plain: bool
+) -> None:
     """With as many workers as before it goes on as if it had not stopped, errors included."""
     (tmp_path / "whole").mkdir()
     whole = Site(tmp_path / "whole")
@@ -140,12 +151,12 @@ def test_a_run_resumes_with_any_number_of_workers(tmp_path: Path, again: tuple[s
     (tmp_path / "part").mkdir()
     part = Site(tmp_path / "part", steps=20)
     part.job = replace(part.job, checkpoint=20)
-    part.start("a", "b")
+    part.start("a", "b", plain=plain)
     part.ended("a", "b")
     part.job = replace(part.job, steps=40, checkpoint=0)
     files = {name: next(part.folder.glob(f"{name}-*.ckpt")) for name in ("a", "b")}
     for name in again:
-        part.start(name, resume=str(files.get(name, files["a"])))
+        part.start(name, resume=str(files.get(name, files["a"])), plain=plain)
     left = part.ended(*again)
     assert len({each["weights"] for each in left}) == 1
     if again == ("a", "b"):
@@ -172,6 +183,27 @@ def test_a_worker_without_others_says_so(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"waited 5 s for other workers, with min_workers=2"):
         train(job, "a")
     site.close()
+
+
+def test_an_elastic_loop_refuses_what_it_cannot_obey() -> None:
+    net = torch.nn.Linear(4, 4)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    elastic = Elastic("127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"Elastic\(timeout=30\) says"):
+        LocalSteps(net, sgd, "topk", elastic=elastic, timeout=timedelta(seconds=3))
+    with pytest.raises(ValueError, match="exchanges all weights"):
+        LocalSteps(net, sgd, "topk", elastic=elastic, fragments=2)
+
+
+def test_a_loop_that_goes_on_elsewhere_has_the_rates_of_the_others() -> None:
+    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    falling = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    count = StepCount("LocalSteps", sgd)
+    with pytest.warns(UserWarning, match="is 2 steps behind"):
+        count.go_on_from(2)
+    count.schedulers = (falling,)
+    count.go_on_from(5)
+    assert (count.steps, falling.get_last_lr()) == (5, [0.125])
 
 
 @pytest.mark.parametrize(
@@ -215,3 +247,15 @@ def test_a_roll_replaces_the_number_of_workers() -> None:
     for wrong in ({"roll": roll, "workers": 2}, {"roll": Roll()}, {"roll": Roll([Round(3, (0,))])}):
         with pytest.raises(ValueError, match="begins with round 0"):
             SimulatedLocalStepsStrategy(QSGD(4), **wrong)  # type: ignore[arg-type]
+
+
+def test_a_replay_lets_workers_in_within_the_first_round() -> None:
+    """They begin at the common weights, and make the steps that are left of the round."""
+    entered = {0: Entrance(error="kept"), 1: Entrance(position=2, donor=0)}
+    roll = Roll([Round(0, (0, 1), entered=entered), Round(1, (0, 1))])
+    strategy = SimulatedLocalStepsStrategy(QSGD(4), every=4, roll=roll)
+    trainer = quiet_trainer(strategy, max_steps=8, max_epochs=-1)
+    with unwarned():
+        trainer.fit(Stream(Job(0, "")), batches(2))
+    assert [engine.step for engine in strategy.engines] == [2, 2]
+    assert [engine.tally.local_steps for engine in strategy.engines] == [8, 6]

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_gc import COMPRESSORS, Elastic, OuterSGD, Roll
+from lightning_gc import COMPRESSORS, Elastic, LocalSteps, OuterSGD, Roll
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
@@ -85,7 +85,11 @@ class Stream(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strategy: Any = self.trainer.strategy
-        draw = torch.Generator().manual_seed(100_003 * strategy.number + self.global_step)
+        return self.loss(strategy.number, self.global_step)
+
+    def loss(self, number: int, step: int) -> Tensor:
+        """Return the loss of a worker's batch."""
+        draw = torch.Generator().manual_seed(100_003 * number + step)
         x = torch.randn(8, 8, generator=draw)
         loss: Tensor = (self.body(x) - x[:, :4] * 2).square().mean()
         if self.job.pause:
@@ -113,21 +117,25 @@ class Steps(pl.Callback):
         self.file.write_text(str(trainer.global_step))
 
 
-def left(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what a worker leaves: a digest of its weights, its roll, its error's digest."""
-    strategy: Any = trainer.strategy
-    errors = strategy.engine.errors() if strategy.engine else {}
+def left(module: Any, number: int, steps: int, engine: Any) -> dict[str, Any]:
+    """Return what a worker leaves: a digest of its weights, its buffers and errors."""
+    errors = engine.errors() if engine else {}
     return {
-        "weights": digest(trainer.lightning_module),
-        "number": strategy.number,
-        "buffers": [b.tolist() for b in trainer.lightning_module.buffers()],
-        "steps": trainer.global_step,
+        "weights": digest(module),
+        "number": number,
+        "buffers": [b.tolist() for b in module.buffers()],
+        "steps": steps,
         "errors": {n: e.double().flatten().tolist() for n, e in errors.items()},
     }
 
 
-def train(job: Job, name: str, resume: str | None = None, callbacks: Any = ()) -> dict[str, Any]:
-    """Train as one worker; write what is left into ``<name>.json``, and return it."""
+def train(
+    job: Job, name: str, resume: str | None = None, callbacks: Any = (), plain: bool = False
+) -> dict[str, Any]:
+    """Train as one worker; write what is left into ``<name>.json``, and return it.
+
+    ``plain``: in a loop of plain torch.
+    """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     folder = Path(job.folder)
@@ -138,11 +146,48 @@ def train(job: Job, name: str, resume: str | None = None, callbacks: Any = ()) -
         format="%(asctime)s %(message)s",
     )
     terms = {"grace": 1.0, "timeout": 4.0, "patience": 60.0} | job.elastic
-    strategy = LocalStepsStrategy(
-        **job.parts(),
-        process_group_backend="gloo",
-        elastic=Elastic(f"127.0.0.1:{job.port}", **terms),
+    elastic = Elastic(f"127.0.0.1:{job.port}", **terms)
+    made = (
+        by_loop(job, name, elastic, resume)
+        if plain
+        else by_trainer(job, name, elastic, resume, callbacks)
     )
+    (folder / f"{name}.json").write_text(json.dumps(made))
+    return made
+
+
+def by_loop(job: Job, name: str, elastic: Elastic, resume: str | None) -> dict[str, Any]:
+    """Train in a loop of plain torch; save and resume by the loop's own files."""
+    folder, module = Path(job.folder), Stream(job)
+    (sgd,), (falling,) = module.configure_optimizers()
+    scheduler = falling["scheduler"]
+    saved = {} if resume is None else torch.load(resume, weights_only=True)
+    elastic = replace(elastic, number=saved.get("number"))
+    with LocalSteps(module, sgd, **job.parts(), elastic=elastic) as local:
+        if saved:
+            local.load_state_dict(saved["local"])
+            scheduler.load_state_dict(saved["scheduler"])
+        for step in local.until(job.steps, scheduler):
+            sgd.zero_grad()
+            module.loss(local.number, step).backward()
+            sgd.step()
+            scheduler.step()
+            (folder / f"{name}.step").write_text(str(step + 1))
+        if job.checkpoint:
+            state = {"local": local.state_dict(), "scheduler": scheduler.state_dict()}
+            file = folder / f"{name}-{job.checkpoint}.ckpt"
+            torch.save(state | {"number": local.number}, file)
+        assert local.roll is not None
+        local.roll.save(folder / f"{name}.roll")
+    return left(module, local.number, job.steps, local._workers.first)
+
+
+def by_trainer(
+    job: Job, name: str, elastic: Elastic, resume: str | None, callbacks: Any
+) -> dict[str, Any]:
+    """Train by Lightning's Trainer."""
+    folder = Path(job.folder)
+    strategy = LocalStepsStrategy(**job.parts(), process_group_backend="gloo", elastic=elastic)
     trainer = quiet_trainer(
         strategy,
         max_steps=job.steps,
@@ -152,12 +197,10 @@ def train(job: Job, name: str, resume: str | None = None, callbacks: Any = ()) -
     trainer.fit(Stream(job), batches(1), ckpt_path=resume)
     if job.checkpoint:
         trainer.save_checkpoint(folder / f"{name}-{job.checkpoint}.ckpt")
-    made = left(trainer)
-    roll = folder / f"{name}.roll"
     if strategy.roll is not None:
-        strategy.roll.save(roll)
-    (folder / f"{name}.json").write_text(json.dumps(made))
-    return made
+        strategy.roll.save(folder / f"{name}.roll")
+    module = trainer.lightning_module
+    return left(module, strategy.number, trainer.global_step, strategy.engine)
 
 
 def replay(job: Job, roll: Roll) -> dict[str, Any]:
@@ -168,7 +211,7 @@ def replay(job: Job, roll: Roll) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.fit(Stream(job), batches(len(roll.numbers)))
-    made = left(trainer)
+    made = left(trainer.lightning_module, strategy.number, trainer.global_step, strategy.engine)
     made["warned"] = [str(each.message) for each in said if "replay" in str(each.message)]
     made["errors"] = {
         number: {n: e.double().flatten().tolist() for n, e in engine.errors().items()}
@@ -177,15 +220,17 @@ def replay(job: Job, roll: Roll) -> dict[str, Any]:
     return made
 
 
-def _main(job: Job, name: str, resume: str | None, damaged: bool) -> None:
+def _main(job: Job, name: str, resume: str | None, damaged: bool, plain: bool) -> None:
     if damaged:
         _damage_snapshots(2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if plain:  # a Trainer has a handler
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     log = (Path(job.folder) / f"{name}.out").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     with contextlib.suppress(KeyboardInterrupt):
-        train(job, name, resume)
+        train(job, name, resume, plain=plain)
     sys.stdout.flush()
 
 
@@ -203,9 +248,11 @@ def _damage_snapshots(number: int) -> None:
     snapshot._receive = damaged
 
 
-def start(job: Job, name: str, resume: str | None = None, damaged: bool = False) -> Any:
+def start(
+    job: Job, name: str, resume: str | None = None, damaged: bool = False, plain: bool = False
+) -> Any:
     """Start a worker's process; a damaged one receives its first snapshots damaged."""
-    process = preloaded().Process(target=_main, args=(job, name, resume, damaged))
+    process = preloaded().Process(target=_main, args=(job, name, resume, damaged, plain))
     process.start()
     return process
 

@@ -17,6 +17,7 @@ from lightning_gc.local_steps.roll import (
     Enter,
     Entrance,
     Entry,
+    Founded,
     Keeper,
     Member,
     Report,
@@ -40,7 +41,7 @@ class Worker:
         self.member = Member(Report(name, address=name, settings="same", **terms))
         self.cursor, self.beat, self.term = len(world.log), 0, world.term
         self.lag = 1 + len(world.workers) % 3  # ticks between two looks at the log
-        self.frozen = self.dead = self.left = False
+        self.frozen = self.dead = self.left = self.refused = False
         self.history: list[str] = [""]  # its common weights: what has been added up
         self.steps = 0
         self.running: Called | None = None
@@ -73,7 +74,8 @@ class Worker:
             self.member.enters(len(self.history) - 1, self.mark)
         elif done.what == "fetch":
             donor = self.world.find(done.address)
-            if donor is None or donor.dead or donor.frozen or donor.left:
+            gone = donor is None or donor.dead or donor.frozen or donor.left
+            if donor is None or gone or self.world.slow:
                 self.member.not_fetched()
                 return
             self.history = list(donor.history)
@@ -89,6 +91,8 @@ class Worker:
             self.steps = 0
         elif done.what == "repeat":
             self.member.asks(self.mark)
+        elif done.what == "refused":
+            self.left = self.refused = True
 
     def act(self) -> None:
         """Make a step, or end an exchange."""
@@ -116,6 +120,7 @@ class World:
 
     def __init__(self, number: int, every: int = 3) -> None:
         self.now, self.every, self.ticks = 0.0, every, 0
+        self.slow = False  # snapshots come later than the ends of their rounds
         self.terms = itertools.count()
         self.since: dict[str, float] = {}
         self.restart()
@@ -272,6 +277,57 @@ def test_a_worker_that_was_away_when_the_run_ended_is_refused() -> None:
     assert "ended without it, after round" in refused[-1].why
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+def test_workers_without_a_snapshot_of_an_ended_run_begin_no_other(
+    restarted: bool, dies: bool
+) -> None:
+    """They had weights of one of its rounds, and would have gone on to a second end."""
+    world = World(2)
+    world.go(5)
+    world.join()
+    world.join()
+    world.go(3)
+    world.workers[1].frozen = True  # and comes back as one that has been late
+    world.slow = True
+    world.join()
+    world.go(3)
+    world.workers[1].frozen = False
+    world.go(1)
+    for worker in (world.workers[0], *world.workers[2:4]):
+        worker.dead = dies
+        if not dies:
+            worker.member.leaves()
+            worker.report_to(world.keeper, world.now)
+            worker.left = True
+    if restarted:
+        world.restart()
+    begun = len(world.log)
+    world.go(2 * TIMEOUT + 2 * GRACE)
+    assert world.workers[1].refused
+    assert world.workers[4].refused
+    assert not any(isinstance(entry, Founded) for entry in world.log[begun:])
+    world.slow = False
+    world.join()
+    world.join()
+    world.go(5)
+    assert {w.report.run for w in world.workers[5:]} == {world.keeper.run} != {""}
+
+
+def test_a_restarted_keeper_lets_in_those_whose_snapshots_are_late() -> None:
+    world = World(2)
+    world.go(5)
+    world.slow = True
+    world.join()
+    world.go(2)
+    world.restart()
+    world.go(2 * TIMEOUT)
+    assert not world.workers[2].refused
+    world.slow = False
+    world.go(6)
+    assert world.committed[world.rounds - 1][1] == (0, 1, 2)
+
+
 def test_other_settings_are_refused() -> None:
     world = World(2)
     world.go(5)
@@ -364,7 +420,10 @@ def meet_faults(number: int, hits: Any) -> None:
         worker.frozen = False
     while len(list(living(world))) < MIN:
         world.join()
-    world.go(2 * TIMEOUT + 8 * GRACE)
+    world.go(2 * TIMEOUT + 4 * GRACE)
+    while len(list(living(world))) < MIN:  # some have been refused, as their run was over
+        world.join()
+    world.go(8 * GRACE)
     before = world.rounds
     world.go(8)
     assert world.rounds > before, [(w.name, w.report) for w in living(world)]

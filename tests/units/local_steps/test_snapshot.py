@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gc.local_steps import snapshot
-from lightning_gc.local_steps.elastic import ElasticExchange
+from lightning_gc.local_steps.elastic import ElasticExchange, snapshot_and_place
 from lightning_gc.local_steps.rendezvous import Seal, host_and_port
 from lightning_gc.local_steps.snapshot import Door, Wire, from_bytes, to_bytes, visiting
 
@@ -169,3 +169,35 @@ def test_a_worker_lets_go_of_no_lock_that_its_door_holds() -> None:
     with exchange._still:
         exchange.landed()
         assert exchange._still.locked()
+
+
+class Donor:
+    """The other end of a wire: so many of its rounds end while a snapshot is on its way."""
+
+    def __init__(self, late: int) -> None:
+        self.late, self.round, self.asked = late, 5, list[str]()
+
+    def send(self, said: Any) -> None:
+        self.asked.append(said["ask"])
+
+    def receive(self) -> Any:
+        found = {"round": self.round}
+        if self.asked[-1] == "place":
+            return found | {"position": 2, "steps": 42}
+        self.round += self.late > 0
+        self.late -= 1
+        return found
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_a_snapshot_of_a_round_that_is_over_is_asked_for_again(late: int) -> None:
+    donor: Any = Donor(late)
+    tree, place = snapshot_and_place(donor, lambda tree: None, 60.0, lambda: None)
+    assert tree["round"] == place["round"] == 5 + late
+    assert donor.asked.count("snapshot") == late + 1
+
+
+def test_a_round_that_is_shorter_than_a_snapshot_is_named() -> None:
+    donor: Any = Donor(1000)
+    with pytest.raises(RuntimeError, match="raise every"):
+        snapshot_and_place(donor, lambda tree: None, 0.0, lambda: None)
