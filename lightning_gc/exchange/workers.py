@@ -157,6 +157,7 @@ class Workers:
         common: name -> state that is equal on all workers, for the checkpoint itself.
         rounds: of each of these workers, with local steps.
         exchanged: what errors are in units of: ``"gradients"`` or ``"weights"``.
+        saves: whether this process writes their side files; one of an island's does.
         run: a random name of this fit, equal on all workers, for checkpoints.
     """
 
@@ -172,6 +173,7 @@ class Workers:
         self.common: dict[str, HasCommonState] = {}
         self.rounds: Sequence[HasRounds] = ()
         self.exchanged = "gradients"
+        self.saves = True
         self.run = ""
 
     def name(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Elastic workers of a tiny model, each in a process of its own, and the replay of their roll."""
+"""Elastic workers of a tiny model, each in processes of its own, and the replay of their roll."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_gc.lightning.for_pytorch_lightning import (
 )
 from lightning_gc.local_steps import snapshot
 from tests.support.fitting import digest, quiet_trainer
-from tests.support.processes import preloaded
+from tests.support.processes import hold_port, preloaded
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Job:
         batch_norm: whether the model has running statistics.
         outer: momentum of the outer step.
         checkpoint: after so many steps a checkpoint is written; 0: none.
+        island: processes of each worker.
         elastic: further settings of ``Elastic``.
     """
 
@@ -59,6 +61,7 @@ class Job:
     seed: int = 0
     width: int = 24
     checkpoint: int = 0
+    island: int = 1
     elastic: dict[str, Any] = field(default_factory=dict)
 
     def parts(self) -> dict[str, Any]:
@@ -70,11 +73,12 @@ class Job:
             "every": self.every,
             "outer": outer,
             "min_numel": 0,
+            "island": self.island,
         }
 
 
 class Stream(pl.LightningModule):
-    """Trained on batches that depend on the worker's number and the global step only."""
+    """Trained on batches that depend on the worker's number, its rank and the global step only."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -85,7 +89,8 @@ class Stream(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strategy: Any = self.trainer.strategy
-        draw = torch.Generator().manual_seed(100_003 * strategy.number + self.global_step)
+        place = 100_003 * strategy.number + 7_919 * strategy.island_rank
+        draw = torch.Generator().manual_seed(place + self.global_step)
         x = torch.randn(8, 8, generator=draw)
         loss: Tensor = (self.body(x) - x[:, :4] * 2).square().mean()
         if self.job.pause:
@@ -147,11 +152,12 @@ def train(job: Job, name: str, resume: str | None = None, callbacks: Any = ()) -
         strategy,
         max_steps=job.steps,
         max_epochs=-1,
+        devices=job.island,
         callbacks=[Steps(folder / f"{name}.step"), *callbacks],
     )
-    trainer.fit(Stream(job), batches(1), ckpt_path=resume)
+    trainer.fit(Stream(job), batches(job.island), ckpt_path=resume)
     if job.checkpoint:
-        trainer.save_checkpoint(folder / f"{name}-{job.checkpoint}.ckpt")
+        trainer.save_checkpoint(folder / f"{name.partition('.')[0]}-{job.checkpoint}.ckpt")
     made = left(trainer)
     roll = folder / f"{name}.roll"
     if strategy.roll is not None:
@@ -167,7 +173,7 @@ def replay(job: Job, roll: Roll) -> dict[str, Any]:
     trainer = quiet_trainer(strategy, max_steps=job.steps, max_epochs=-1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        trainer.fit(Stream(job), batches(len(roll.numbers)))
+        trainer.fit(Stream(job), batches(len(roll.numbers) * job.island))
     made = left(trainer)
     made["warned"] = [str(each.message) for each in said if "replay" in str(each.message)]
     made["errors"] = {
@@ -177,7 +183,19 @@ def replay(job: Job, roll: Roll) -> dict[str, Any]:
     return made
 
 
-def _main(job: Job, name: str, resume: str | None, damaged: bool) -> None:
+def _main(
+    job: Job, name: str, resume: str | None, damaged: bool, rank: int = 0, port: int = 0
+) -> None:
+    if port:
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(job.island),
+            NODE_RANK="0",
+        )
+    name = f"{name}.{rank}" if rank else name
     if damaged:
         _damage_snapshots(2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -203,11 +221,60 @@ def _damage_snapshots(number: int) -> None:
     snapshot._receive = damaged
 
 
-def start(job: Job, name: str, resume: str | None = None, damaged: bool = False) -> Any:
-    """Start a worker's process; a damaged one receives its first snapshots damaged."""
-    process = preloaded().Process(target=_main, args=(job, name, resume, damaged))
-    process.start()
-    return process
+class Worker:
+    """The processes of a worker, as one.
+
+    Args:
+        processes: that run; the first is rank 0.
+        port: held for them, if they are several.
+    """
+
+    def __init__(self, processes: Sequence[Any], port: Any = None) -> None:
+        self.processes, self._port = processes, port
+
+    @property
+    def pids(self) -> list[int]:
+        return [each.pid for each in self.processes]
+
+    @property
+    def pid(self) -> int:
+        """The process of rank 0."""
+        return self.pids[0]
+
+    @property
+    def exitcode(self) -> int | None:
+        """The first code that is not 0, or None if one still runs."""
+        codes = [each.exitcode for each in self.processes]
+        return None if None in codes else next((code for code in codes if code), 0)
+
+    def is_alive(self) -> bool:
+        """Return whether one of them runs."""
+        return any(each.is_alive() for each in self.processes)
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for all of them."""
+        limit = time.monotonic() + (seconds or 1e9)
+        for each in self.processes:
+            each.join(None if seconds is None else max(0.01, limit - time.monotonic()))
+
+    def kill(self) -> None:
+        """Kill all of them, and give their port back."""
+        for each in self.processes:
+            each.kill()
+        if self._port is not None:
+            self._port.close()
+
+
+def start(job: Job, name: str, resume: str | None = None, damaged: bool = False) -> Worker:
+    """Start a worker's processes; a damaged one receives its first snapshots damaged."""
+    port = hold_port() if job.island > 1 else None
+    number = 0 if port is None else port.getsockname()[1]
+    made = []
+    for rank in range(job.island):
+        parts = (job, name, resume, damaged, rank, number)
+        made.append(preloaded().Process(target=_main, args=parts))
+        made[-1].start()
+    return Worker(made, port)
 
 
 def step_of(job: Job, name: str) -> int:
