@@ -26,16 +26,16 @@ class IslandError(PeerError):
 
 
 class Island:
-    """Processes that train as one worker, such as those of a node.
+    """Processes that train as one worker, such as the GPUs of a node.
 
-    All of them hold the worker: the same weights, errors and flows. Rank 0 alone sends to other
-    workers and receives from them. The others get each reply by a broadcast, and decode it
-    themselves. So all processes end a round with the same bits, for every compressor.
+    Every process holds the worker: the same weights, errors and flows. Rank 0 alone sends to other
+    workers and receives from them. It broadcasts each reply, and every process decodes that. So all
+    processes end a round with the same bits, for every compressor.
 
-    Shares of a message for each rank would not make a node send less. One sender keeps a node's
-    bytes, errors and random numbers those of a worker of one process. So simulated workers of one
-    process repeat its training. The price: one network card of the node sends, and each process
-    keeps the errors.
+    The node would not send less if each rank sent a share of the message. With one sender a node
+    sends the same bytes, and has the same errors, as a worker of one process. So a simulated worker
+    repeats its training. The price: one network card of the node sends, and each process keeps the
+    errors.
 
     Args:
         group: of these processes, by Gloo, for this only; None: one process, which hears itself.
@@ -132,8 +132,8 @@ class Island:
         with self._naming():
             dist.all_gather(found, own, group=self._group)
         why = (
-            "The processes of an island must train alike. Compare their devices and versions of "
-            "torch, and look for a parameter that DDP does not average."
+            "The processes of an island must have equal weights. Compare their devices and "
+            "versions of torch, and look for weights that only one of them changes."
         )
         check_same([int(each) for each in found], what, why)
 
