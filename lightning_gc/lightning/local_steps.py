@@ -28,6 +28,7 @@ from lightning_gc.control.control_loop import Moment
 from lightning_gc.control.training_progress import steps_of
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange.peers import Peers, broadcast_all, take_over
+from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
@@ -587,7 +588,9 @@ class LocalSteps(LocalHooks, RealWorker):
 
     def teardown(self) -> None:
         super().teardown()
-        self._ddp_kwargs.pop("process_group", None)
+        inside = self._ddp_kwargs.pop("process_group", None)
+        if inside is not None:
+            leave(inside, self._failed)
         self._broadcast_each_batch()
         self._broadcast_each_batch = _nothing  # a closure could not be sent to a process
 
