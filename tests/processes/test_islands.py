@@ -53,7 +53,8 @@ def fit_real(rank: int, job: Job, islands: int, skewed: int = -1, **settings: An
     trainer = quiet_trainer(strategy, max_steps=job.steps, devices=devices, callbacks=[sent])
     with unwarned():
         trainer.fit(model, batches(devices))
-    return left(trainer) | {"sent": sent.found, "saves": strategy.local_workers.saves}
+    more = {"sent": sent.found, "saves": strategy.local_workers.saves}
+    return left(trainer) | more | {"parameters": [p.tolist() for p in model.parameters()]}
 
 
 class Sent(Callback):
@@ -71,6 +72,7 @@ def simulated(job: Job, islands: int) -> Any:
     with unwarned():
         trainer.fit(Stream(job), batches(islands * job.island))
     made = left(trainer)
+    made["parameters"] = [p.tolist() for p in trainer.lightning_module.parameters()]
     made["errors"] = [
         {n: e.double().flatten().tolist() for n, e in engine.errors().items()}
         for engine in strategy.engines
@@ -158,8 +160,10 @@ def test_all_kinds_of_payload_reach_all_ranks(tmp_path: Path, settings: Any) -> 
 @pytest.mark.nightly
 def test_four_ranks_of_an_island_sum_as_simulated_to_rounding(tmp_path: Path) -> None:
     job = Job(0, str(tmp_path), steps=8, island=4, batch_norm=False)
-    (weights,) = {each["weights"] for each in run_in_processes(fit_real, 4, job, 1)}
-    assert weights
+    made = run_in_processes(fit_real, 4, job, 1)
+    assert len({each["weights"] for each in made}) == 1
+    for one, other in zip(made[0]["parameters"], simulated(job, 1)["parameters"], strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-6)
 
 
 @pytest.mark.nightly
