@@ -186,15 +186,17 @@ class Run:
         plan = self.draw.sample(FAULTS * faults, faults)
         try:
             for moment, fault in zip(moments, plan, strict=True):
-                while max((step_of(self.job, n) for n in self.living), default=0) < moment:
-                    if time.monotonic() > limit or not self.living:
+                while max((step_of(self.job, n) for n in self.living), default=last) < moment:
+                    if time.monotonic() > limit:
                         self.seen.problems.append(f"no worker has reached step {moment}")
                         return self.seen
                     time.sleep(0.01)
                 while len(self._members()) < self.least and time.monotonic() < limit:
                     time.sleep(0.02)
-                    if max(step_of(self.job, n) for n in self.living) > last:
+                    if max((step_of(self.job, n) for n in self.living), default=last + 1) > last:
                         break
+                if not self._members():  # a fault has lasted longer than the run
+                    break
                 self.hit(fault)
             for name, process in self.processes.items():
                 process.join(max(0.1, limit - time.monotonic()))
