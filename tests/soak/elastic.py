@@ -195,7 +195,7 @@ class Run:
                     time.sleep(0.02)
                     if max((step_of(self.job, n) for n in self.living), default=last + 1) > last:
                         break
-                if not self._members():  # a fault has lasted longer than the run
+                if len(self._members()) < 2:  # a fault has lasted longer than the run
                     break
                 self.hit(fault)
             for name, process in self.processes.items():
