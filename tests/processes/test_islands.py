@@ -222,6 +222,16 @@ def _ended(site: Site, *names: str) -> list[Any]:
     return found + [json.loads((site.folder / f"{name}.1.json").read_text()) for name in names]
 
 
+def test_two_elastic_islands_are_replayed(tmp_path: Path) -> None:
+    site = _site(tmp_path, steps=10, pause=0.0)
+    site.start("a", "b")
+    left = _ended(site, "a", "b")
+    assert [each.members for each in site.rounds()] == [(0, 1)] * 3
+    assert_replayed(site, left)
+    site.close()
+
+
+@pytest.mark.nightly
 def test_an_island_dies_whole_and_the_run_is_replayed(tmp_path: Path) -> None:
     site = _site(tmp_path, steps=24)
     site.start("a", "b", "c")
