@@ -247,6 +247,7 @@ class ElasticExchange:
             same["island"] = str(size)
         settings = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
         self._member = Member(Report(""))
+        self._unread: Entry | None = None  # of the log
         self._line: Line | None = None  # rank 0's, as the door is
         self._door: Door | None = None
         try:
@@ -318,10 +319,11 @@ class ElasticExchange:
                 f"{self._line.trouble or 'it answers'}. Start it, or more workers, or raise "
                 f"Elastic(patience=...)."
             )
-        entry = self._line.next(0.1)
+        # Kept until it is read: what follows may raise, and a commit must not be lost.
+        self._unread = self._unread or self._line.next(0.1)
         if self._loop is not None:
             self._loop.check()
-        return "" if entry is None else in_words(entry)
+        return "" if self._unread is None else in_words(self._unread)
 
     def _report(self) -> None:
         """Let the rendezvous know where this worker is."""
@@ -336,6 +338,7 @@ class ElasticExchange:
         return from_bytes(data.numpy().tobytes())
 
     def _read(self, entry: Entry) -> Do | None:
+        self._unread = None
         done = self._member.read(entry)
         self._report()
         if done is not None and done.what == "refused":
@@ -712,7 +715,7 @@ class ElasticExchange:
             self._loop = None  # a signal has been noted
             limit = time.monotonic() + self.elastic.timeout
             while self._member.report.phase == "done" and time.monotonic() < limit:
-                entry = self._line.next(0.1)
+                entry = self._unread or self._line.next(0.1)
                 done = None if entry is None else self._read(entry)
                 if done is not None and done.what == "commit":
                     self._workers.end_round([])
