@@ -64,7 +64,7 @@ faults: $(VENV)/.test ## plant deliberate faults, see which test finds each (an 
 soak: $(VENV)/.test ## random runs, random faults, restarts (a round takes about 5 s): ARGS="--rounds 1000 --out soak.jsonl"
 	$(BIN)/python -m tests.soak $(ARGS)
 
-soak-elastic: $(VENV)/.test ## elastic runs with random faults, each replayed (300 rounds take 8 minutes): ARGS="--rounds 60"
+soak-elastic: $(VENV)/.test ## elastic runs with random faults, each replayed (300 rounds take 8 minutes): ARGS="--rounds 60 --islands 2"
 	$(BIN)/python -m tests.soak.elastic $(ARGS)
 
 gpu-check: $(VENV)/.test ## everything that needs a GPU, skipped without one; writes gpu-check.txt: ARGS="--only 1 7"

@@ -18,7 +18,6 @@ from typing import Any, Literal, Never, Protocol, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -55,6 +54,7 @@ from lightning_gc.local_steps.refusals import (
     refuse_grace,
     refuse_optimizers,
     refuse_settings,
+    refuse_shards,
     refuse_synchronised_norms,
 )
 from lightning_gc.local_steps.roll import Roll
@@ -62,6 +62,8 @@ from lightning_gc.local_steps.round_plan import Outer, RoundPlan
 from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+from lightning_gc.transports.base import all_reduce_bytes
+from lightning_gc.transports.island import ALONE, Island
 
 
 class RoundExchange(Exchanger, InBackground, Protocol):
@@ -76,11 +78,15 @@ class Meeting:
         exchange: carries out the exchanges; it has started the worker's engine.
         peers: the other workers, for a controller's decisions.
         begin: gives a module the weights and buffers that all workers begin with.
+        island: the processes of this worker.
+        inside: the group in which they average gradients in each step; None: the default group.
     """
 
     exchange: RoundExchange
     peers: Peers
     begin: Callable[[nn.Module], None]
+    island: Island = ALONE
+    inside: dist.ProcessGroup | None = None
 
 
 Meet = Callable[[Setup, Mapping[str, str]], Meeting]
@@ -100,19 +106,60 @@ def among_ranks(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
     return Meeting(synchronizer, peers_of(setup.device, None, None), take_over)
 
 
-def by_rendezvous(elastic: Elastic, wanted: int | None = None) -> Meet:
-    """Return what connects an elastic worker, the only one of its job, to the others.
+def by_rendezvous(elastic: Elastic, wanted: int | None = None, size: int = 1) -> Meet:
+    """Return what connects an elastic worker, whose processes are all of its job's, to the others.
 
     Args:
         elastic: where they meet.
         wanted: the worker's number in a checkpoint.
+        size: N, its processes.
     """
 
     def meet(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
         parts = (elastic, setup.workers, setup.device, agreed, wanted)
-        exchange = ElasticExchange(*parts)
+        exchange = ElasticExchange(*parts, size=size, timeout=setup.timeout)
         setup.workers.common["elastic"] = ElasticState(exchange)
-        return Meeting(exchange, Peers(False, setup.device, _same), lambda module: None)
+        begin = take_over if size > 1 else _as_it_is
+        return Meeting(exchange, Peers(False, setup.device, _same), begin, exchange.island)
+
+    return meet
+
+
+def among_islands(size: int) -> Meet:
+    """Return what connects a worker of ``size`` consecutive ranks to the others.
+
+    Args:
+        size: N, processes of each worker.
+
+    Raises:
+        ValueError: when it connects, if N does not divide the number of processes.
+    """
+
+    def meet(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
+        ranks = dist.get_world_size()
+        if ranks % size:
+            raise ValueError(
+                f"{setup.owner}(island={size}): {ranks} processes are not islands of {size}, "
+                f"and all islands must be equal. Start {size}, {2 * size}, {3 * size}, ... of them."
+            )
+        islands = [range(first, first + size) for first in range(0, ranks, size)]
+        longest = None if setup.timeout is None else _ACTS * setup.timeout
+        island = Island.among(islands, longest)
+        made = [dist.new_group(list(each), timeout=setup.timeout) for each in islands]
+        setup.workers.saves = island.leads
+        synchronizer = Synchronizer(
+            setup.workers,
+            setup.device,
+            timeout=setup.timeout,
+            revocable=True,
+            agreed={**agreed, "island": str(size)},
+            verify=setup.verify,
+            groups=[range(seat, ranks, size) for seat in range(size)],
+            island=island,
+        )
+        inside = next(each for each in made if isinstance(each, dist.ProcessGroup))
+        peers = peers_of(setup.device, None, None)
+        return Meeting(synchronizer, peers, take_over, island, inside)
 
     return meet
 
@@ -120,6 +167,14 @@ def by_rendezvous(elastic: Elastic, wanted: int | None = None) -> Meet:
 def _same(tensor: Tensor) -> Tensor:
     """Return the mean over the one worker of this job."""
     return tensor
+
+
+def _as_it_is(module: nn.Module) -> None:
+    """Leave a module to the rounds, which load a snapshot."""
+
+
+_ACTS = 3
+"""Collectives of rank 0, each within the timeout, for which its island waits at most."""
 
 
 class AttachedRounds(Attached):
@@ -136,6 +191,7 @@ class AttachedRounds(Attached):
 
     Attributes:
         rounds: of this worker.
+        meeting: its connection.
     """
 
     rounds: LocalRounds
@@ -162,13 +218,15 @@ class AttachedRounds(Attached):
         meeting = meet(setup, setup.agreed | agreed)
         if unequal is not None:
             unequal.check_workers(plan.owner, setup.workers.first.workers)
-        self._keep, self._meeting, self._outer, self._plan = keep, meeting, outer, plan
+        self._keep, self.meeting, self._outer, self._plan = keep, meeting, outer, plan
+        sizes = [param.numel() * param.element_size() for param in setup.workers.names]
+        self._inside_bytes = all_reduce_bytes(sum(sizes), meeting.island.size)
         self._unequal = unequal
         super().__init__(module, setup, meeting.peers, meeting.exchange)
 
     def _start(self) -> None:
-        self._meeting.begin(self._module)
-        workers, exchange = self._workers, self._meeting.exchange
+        self.meeting.begin(self._module)
+        workers, exchange = self._workers, self.meeting.exchange
         parts = (self._module, workers.names, workers.first, exchange, self._plan, self._outer)
         self.rounds = LocalRounds(*parts, unequal=self._unequal)
         self._keep([self.rounds])
@@ -185,6 +243,7 @@ class AttachedRounds(Attached):
         """
         if ends or self.rounds.is_due:
             self.refuse_unsynchronised()
+        self.meeting.island.sent_bytes += self._inside_bytes  # of the step's gradients
         optimizers = self._setup.optimizers()
         rate = max(float(group["lr"]) for group in optimizers[0].param_groups)
         if not finished(self.rounds.stepped(ends, rate)):
@@ -381,7 +440,7 @@ class LocalSteps(AttachedRounds):
 
     @property
     def _elastic(self) -> ElasticExchange | None:
-        exchange = self._meeting.exchange
+        exchange = self.meeting.exchange
         return exchange if isinstance(exchange, ElasticExchange) else None
 
     @property
@@ -508,7 +567,7 @@ class LocalSteps(AttachedRounds):
         self.rounds.arrive()
         super().reset()
         self.rounds.restart()
-        self._meeting.begin(self._module)
+        self.meeting.begin(self._module)
         self.rounds.begin(*self.rounds.weights.held())
 
     def state_dict(self, mode: Literal["full", "mean"] = "full") -> dict[str, Any]:
@@ -619,12 +678,7 @@ def _refuse_model(owner: str, model: Any) -> None:
                 f"weights in shards, so no process has a worker's weights. Give each process the "
                 f"complete model."
             )
-    shard = next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
-    if shard is not None:
-        raise ValueError(
-            f"{owner}({type(model).__name__}(...)): {shard} is a DTensor, so no process has a "
-            f"worker's weights. Give each process the complete model."
-        )
+    refuse_shards(owner, model)
 
 
 _GRADIENTS = {"DistributedDataParallel", "DDP", "ReplicateModule"}

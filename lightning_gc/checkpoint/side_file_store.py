@@ -149,7 +149,8 @@ class Saving:
     def _write_side_files(self, main: Tree, path: Any, options: Any) -> list[str | None]:
         """Write this process's side files; return all workers' checksums, None where unknown."""
         acts: dict[int, Callable[[], str]] = {}
-        for index, engine in enumerate(self.host.local_workers.engines):
+        workers = self.host.local_workers
+        for index, engine in enumerate(workers.engines if workers.saves else ()):
             target = side_files.path_of(path, main["stem"], engine.worker, engine.workers)
             acts[engine.worker] = partial(self._save_own, index, main, target, options, path)
         checksums = together(self.host, acts, main["workers"], is_alone(self.host))

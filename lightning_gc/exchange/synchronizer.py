@@ -24,6 +24,7 @@ from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.base import Transport
 from lightning_gc.transports.distributed import EXCHANGE, Distributed, gather_text
+from lightning_gc.transports.island import ALONE, Island
 
 JOINING = timedelta(minutes=1)
 """Least timeout until the first step: workers start, and on CUDA compile, at unlike times."""
@@ -47,6 +48,8 @@ class Synchronizer:
         groups: ranks of all groups whose members make a synchronizer now, of all processes
             together; None: only ``process_group`` does. Several groups have hung where their
             members made them again for each fit without the other processes.
+        island: the processes of this worker. With several, ``groups`` has one group for each rank
+            of an island, and the first one's messages are every island's.
 
     Communication pattern:
         One background thread exchanges the buckets over its own process group, so that it never
@@ -75,9 +78,10 @@ class Synchronizer:
         verify: Verify = 0,
         purpose: str = EXCHANGE,
         groups: Sequence[Sequence[int]] | None = None,
+        island: Island = ALONE,
     ) -> None:
         refuse_unknown_device(device)
-        self.workers = workers
+        self.workers, self._island = workers, island
         self._before_round = before_round
         self._common = common or (lambda: map(workers.local, workers.names))
         members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
@@ -100,8 +104,9 @@ class Synchronizer:
             raise
         if hurried and timeout is not None:
             _set_pg_timeout(timeout, self._group)
-        # Verified messages are compared on the host.
-        waits = bool(verify) or workers.configuration.waits(dist.get_world_size(self._group))
+        # Verified messages are compared on the host, and an island hears them there.
+        on_host = bool(verify) or island.size > 1
+        waits = on_host or workers.configuration.waits(dist.get_world_size(self._group))
         queues = waits_for_others(self._group)  # NCCL; a call of Gloo ends when all have called
         self._background = Background(self._recording, device, waits=waits or not queues)
         self._left = False
@@ -127,10 +132,12 @@ class Synchronizer:
         same |= arithmetic(device, configuration.compressor)
         check_agreement(same, transport, device)
         self._verification = verification(verify, type(self).__name__)
-        self._recording = Recording(self._verification.transport(transport))
+        self._compares = bool(verify) and self._island.size > 1
+        shared = self._island.over(transport)
+        self._recording = Recording(self._verification.transport(shared))
         workers.start([self._recording], revocable=revocable)
         compile_kernels(workers.first, device)
-        workers.run, hosts = _acquainted(workers.run, transport, device)
+        workers.run, hosts = _acquainted(workers.run, shared, device)
         scheme = configuration.scheme
         misplaced = None if scheme is None else scheme.misplaced(hosts)
         if misplaced and dist.get_rank(self._group) == 0:
@@ -179,7 +186,13 @@ class Synchronizer:
     def _flow(self, grad: Tensor, shapes: Shapes) -> Flow:
         engine = self.workers.first
         flow = self.workers.flow(engine, grad, shapes)
-        return self._verification.watch(flow, grad, shapes, engine.step)
+        watched = self._verification.watch(flow, grad, shapes, engine.step)
+        return self._compared_inside(watched, grad) if self._compares else watched
+
+    def _compared_inside(self, flow: Flow, grad: Tensor) -> Flow:
+        """Refuse an island whose processes would send other bits; then as ``flow``."""
+        self._island.compare([grad], "what an island sends")
+        yield from flow
 
     def end_round(self, common: Iterable[Tensor] | None = None) -> None:
         """End a round: all its buckets have been submitted.
@@ -222,6 +235,7 @@ class Synchronizer:
         if stopped and not self._left:
             self._left = True
             leave(self._group, failed)
+            self._island.close()
 
 
 def _acquainted(run: str, transport: Transport, device: torch.device) -> tuple[str, list[str]]:

@@ -171,6 +171,7 @@ class Workers:
         rounds: of each of these workers, with local steps.
         weights: gathers of compressed weights, in FSDP; None elsewhere.
         exchanged: what errors are in units of: ``"gradients"`` or ``"weights"``.
+        saves: whether this process writes their side files; one of an island's does.
         run: a random name of this fit, equal on all workers, for checkpoints.
     """
 
@@ -187,6 +188,7 @@ class Workers:
         self.rounds: Sequence[HasRounds] = ()
         self.weights: HasWeights | None = None
         self.exchanged = "gradients"
+        self.saves = True
         self.run = ""
 
     def name(self, module: nn.Module) -> None:

@@ -26,6 +26,7 @@ PRIVATE = {
         "_accelerator",
         "_configure_launcher",
         "_data_parallel_size",
+        "_ddp_kwargs",
         "_device_mesh",
         "_launcher",
         "_pl_static_graph_delay_done",  # since 2.6
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 
         _accelerator: Any
         _data_parallel_size: Any
+        _ddp_kwargs: dict[str, Any]
         _device_mesh: Any
         _tensor_parallel_size: Any
         _launcher: Any
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
         def backward(self, *args: Any, **kwargs: Any) -> Any: ...
         def barrier(self, *args: Any, **kwargs: Any) -> Any: ...
         def broadcast(self, *args: Any, **kwargs: Any) -> Any: ...
+        def configure_ddp(self) -> None: ...
         def lightning_module_state_dict(self) -> dict[str, Any]: ...
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]: ...
         def load_optimizer_state_dict(self, checkpoint: Any) -> None: ...

@@ -35,16 +35,22 @@ def refuse_other_hooks(owner: str, ddp_kwargs: Mapping[str, Any], instead: str) 
         )
 
 
-def refuse_wrapper_arguments(owner: str, given: Iterable[str]) -> None:
+def refuse_wrapper_arguments(owner: str, given: Iterable[str], *, wraps: bool = False) -> None:
     """Raise ValueError for arguments of ``DistributedDataParallel`` and of its hooks.
 
     Args:
-        owner: a strategy without that wrapper.
+        owner: a strategy without that wrapper, or with it inside an island.
         given: names of arguments that are not its own, but for those with their default.
+        wraps: whether it has the wrapper, and only refuses hooks and another process group.
     """
-    wrappers = inspect.signature(DistributedDataParallel.__init__).parameters
+    wrappers = list(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]
     for name in given:
-        if name in (*_HOOK_ARGUMENTS, *list(wrappers)[1:]):
+        if wraps and name in (*_HOOK_ARGUMENTS, "mixed_precision", "process_group"):
+            raise ValueError(
+                f"{owner}({name}=...): the processes of an island average whole gradients, in a "
+                f"group of their own; leave it out."
+            )
+        if not wraps and name in (*_HOOK_ARGUMENTS, *wrappers):
             raise ValueError(
                 f"{owner}({name}=...): that is for DistributedDataParallel, in which nothing is "
                 f"wrapped here; leave it out."

@@ -18,6 +18,7 @@ from lightning_gc.attachment.attached import Setup
 from lightning_gc.attachment.local_steps import (
     AttachedRounds,
     Meeting,
+    among_islands,
     among_ranks,
     by_rendezvous,
 )
@@ -28,6 +29,7 @@ from lightning_gc.control.control_loop import Moment
 from lightning_gc.control.training_progress import steps_of
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange.peers import broadcast_all
+from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
@@ -43,6 +45,7 @@ from lightning_gc.local_steps.local_rounds import (
 )
 from lightning_gc.local_steps.refusals import (
     OwnSteps,
+    check_island,
     check_rounds,
     check_unequal,
     refuse_elastic,
@@ -64,6 +67,7 @@ class LocalHooks(CompressedStrategy):
         plan: when what is exchanged.
         outer: the step of the common weights.
         unequal: how unequal workers share a round, or None.
+        island: N, processes of each worker.
     """
 
     _all_rounds: Sequence[LocalRounds] = ()
@@ -85,6 +89,7 @@ class LocalHooks(CompressedStrategy):
         state: str,
         moments: InnerMoments | None,
         unequal: Unequal | None,
+        island: int,
     ) -> None:
         owner = type(self).__name__
         refuse_settings(owner, self.compressor, self.memory, self.controller, outer)
@@ -93,7 +98,7 @@ class LocalHooks(CompressedStrategy):
         self.plan = RoundPlan.of(owner, every, fragments, delay, merge, moments)
         check_rounds(owner, self.plan, self.controller)
         check_unequal(owner, self.plan, unequal)
-        self.outer, self.show, self.unequal = outer, show, unequal
+        self.outer, self.show, self.unequal, self.island = outer, show, unequal, island
         self._keeps_mean = state == "mean"
         self.local_workers.exchanged = "weights"
 
@@ -257,7 +262,12 @@ class LocalHooks(CompressedStrategy):
     @property
     def number(self) -> int:
         """This worker's number, by which its data can be chosen."""
-        return self.worker
+        return self.worker // self.island
+
+    @property
+    def island_rank(self) -> int:
+        """This process's rank in its worker, by which its share of the worker's data is chosen."""
+        return self.worker % self.island
 
     def figures(self) -> dict[str, float]:
         return {} if self._rounds is None else self._rounds.figures
@@ -387,10 +397,16 @@ class LocalSteps(LocalHooks, RealWorker):
             each worker keeps its own.
         elastic: where workers meet that may die, leave and join. Each is then a separate job,
             with ``Trainer(devices=1, num_nodes=1, max_steps=...)``.
-        ddp_kwargs: as for Lightning's ``DDPStrategy``, but not what is for its wrapper:
-            ``start_method``, ``process_group_backend``, ``timeout``, ...
+        island: N, consecutive ranks that train as one worker, such as those of a node. They
+            average their gradients in each step, by ``DistributedDataParallel``. All workers have
+            N processes. With ``elastic`` each job has N.
+        ddp_kwargs: as for Lightning's ``DDPStrategy``: ``start_method``,
+            ``process_group_backend``, ``timeout``, ... What is for its wrapper is allowed with an
+            ``island`` of several.
 
     Communication pattern:
+        In an island of N an all-reduce of gradients in every step. Rank 0 of each island exchanges
+        for it, and broadcasts each reply inside, compressed as it is.
         Nothing between exchanges. Every H steps one exchange of the compressor's for each fragment,
         in one message per request, and an all-reduce of these buffers, on a background thread;
         without a delay workers wait for it. A dead peer is noticed at the next exchange. Lightning
@@ -401,8 +417,9 @@ class LocalSteps(LocalHooks, RealWorker):
             memory that reads learning rates or weights, momentum both in memory and ``outer``, a
             controller that computes with gradients, arguments for a DDP wrapper; at fit start,
             manual optimization, ``SyncBatchNorm``, callbacks that average weights or prune,
-            ``ZeroRedundancyOptimizer``, an optimizer with a process group, a schedule-free one; in
-            the first step, any optimizer that communicates.
+            ``ZeroRedundancyOptimizer``, an optimizer with a process group, a schedule-free one, a
+            number of processes that N does not divide; in the first step, any optimizer that
+            communicates.
         RuntimeError: after ten lost rounds in a row; a parameter that was unfrozen, added or
             replaced after the fit began.
 
@@ -447,14 +464,17 @@ class LocalSteps(LocalHooks, RealWorker):
         min_numel: int = MIN_NUMEL,
         moments: InnerMoments | None = None,
         elastic: Elastic | None = None,
+        island: int = 1,
         **ddp_kwargs: Any,
     ) -> None:
         owner = "LocalStepsStrategy"
+        check_island(owner, island, unequal)
         given = changed(type(self), ddp_kwargs, DistributedDataParallel.__init__)
-        refuse_wrapper_arguments(owner, given)
-        refuse_unknown(type(self), compressor, given)
+        refuse_wrapper_arguments(owner, given, wraps=island > 1)
+        wrapper = (DistributedDataParallel.__init__,) if island > 1 else ()
+        refuse_unknown(type(self), compressor, given, *wrapper)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        rounds = every, outer, delay, merge, fragments, show, state, moments, unequal
+        rounds = every, outer, delay, merge, fragments, show, state, moments, unequal, island
         self._configure_rounds(*rounds)
         refuse_grace(owner, unequal)
         verification(verify, owner)
@@ -470,17 +490,21 @@ class LocalSteps(LocalHooks, RealWorker):
         super().__init__(**ddp_kwargs)
 
     def configure_ddp(self) -> None:
-        """Start the exchange at worker 0's weights, without a wrapper around the module."""
+        """Start the exchange at worker 0's weights; wrap the module only in an island."""
         module = self.model
         trainer = self.lightning_module.trainer
         refuse_in_trainer(type(self).__name__, trainer, module)
-        meet = among_ranks if self.elastic is None else self._meet
+        alone = among_ranks if self.island == 1 else among_islands(self.island)
+        meet = alone if self.elastic is None else self._meet
         parts = (self.plan, self.outer, self.unequal, self._keep, meet)
         self._attach(lambda setup: AttachedRounds(module, setup, *parts))
         rounds, elastic = self._all_rounds[0], self.elastic
         self._broadcast_each_batch = broadcast_only(
             lambda: elastic is not None or rounds.position == 0, trainer
         )
+        if self.island > 1:
+            self._ddp_kwargs["process_group"] = self._handle.meeting.inside
+            super().configure_ddp()
 
     def _meet(self, setup: Setup, agreed: Mapping[str, str]) -> Meeting:
         """Connect to the rendezvous; what the rounds need is there before they begin."""
@@ -492,7 +516,7 @@ class LocalSteps(LocalHooks, RealWorker):
             )
         assert self.elastic is not None
         wanted, self._wanted = self._wanted, None
-        meeting = by_rendezvous(self.elastic, wanted)(setup, agreed)
+        meeting = by_rendezvous(self.elastic, wanted, self.island)(setup, agreed)
         assert isinstance(meeting.exchange, ElasticExchange)
         self._exchange = meeting.exchange
         return meeting
@@ -516,7 +540,7 @@ class LocalSteps(LocalHooks, RealWorker):
     @property
     def number(self) -> int:
         """This worker's number, by which its data can be chosen."""
-        return self.worker if self._exchange is None else self._exchange.number
+        return super().number if self._exchange is None else self._exchange.number
 
     @property
     def roll(self) -> Roll | None:
@@ -558,6 +582,9 @@ class LocalSteps(LocalHooks, RealWorker):
 
     def teardown(self) -> None:
         super().teardown()
+        inside = self._ddp_kwargs.pop("process_group", None)
+        if inside is not None:
+            leave(inside, self._failed)
         self._broadcast_each_batch()
         self._broadcast_each_batch = _nothing  # a closure could not be sent to a process
 

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -36,18 +36,32 @@ from lightning_gc.exchange.validation import digest_of, refuse_unknown_device
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.local_steps.local_rounds import LocalRounds
 from lightning_gc.local_steps.rendezvous import Line, Seal, address_towards, host_and_port
-from lightning_gc.local_steps.roll import Called, Do, Entry, Member, Report, Roll, Verdict
+from lightning_gc.local_steps.roll import (
+    Called,
+    Do,
+    Entry,
+    Member,
+    Report,
+    Roll,
+    Verdict,
+    entry_of,
+    in_words,
+)
 from lightning_gc.local_steps.snapshot import (
     Door,
     Wire,
     check_snapshot,
     digest_in_words,
+    from_bytes,
     load_snapshot,
     snapshot_of,
+    to_bytes,
     visiting,
 )
 from lightning_gc.transports.accounting import Recording
+from lightning_gc.transports.base import Transport
 from lightning_gc.transports.distributed import Distributed
+from lightning_gc.transports.island import ALONE, Island, IslandError, Seat
 from lightning_gc.transports.peer_error import PeerError, is_from_backend
 
 _log = logging.getLogger(__name__)
@@ -62,7 +76,8 @@ class Elastic(Settings):
     Every worker is a job of its own: ``Trainer(devices=1, num_nodes=1, max_steps=...)`` with the
     same ``LocalStepsStrategy``. One more job joins a run; a job that gets Ctrl-C or SIGTERM leaves
     it. A round is committed when all its members have the same result; if one of them dies, the
-    others repeat the round with the same differences and errors.
+    others repeat the round with the same differences and errors. With
+    ``LocalStepsStrategy(island=N)`` each job has N processes, which end together.
 
     Args:
         rendezvous: ``"host:port"``, where ``lightning-gc rendezvous`` listens. If nobody listens
@@ -153,12 +168,17 @@ class _Sent:
 class ElasticExchange:
     """Carries out the exchanges of one elastic worker: an ``Exchanger`` of local steps.
 
+    In an island, rank 0 has the line to the rendezvous, the door and the round's group. All ranks
+    read the same entries of the log, and do the same.
+
     Args:
         elastic: as the user has set it.
         workers: this process's worker; its engine is made here.
         device: of the weights.
         agreed: name -> text of settings that must be equal on all workers.
         wanted: number that the worker had in the checkpoint from which it resumes.
+        size: N, processes of this worker, which are all of this job's.
+        timeout: of communication inside the job; None: torch's.
 
     Communication pattern:
         Reports to the rendezvous every quarter of a second, and when there is something to say.
@@ -167,9 +187,10 @@ class ElasticExchange:
 
     Attributes:
         size: number of members of the last round.
+        island: the processes of this worker.
 
     Raises:
-        ValueError: in a job with several processes; other settings than the run's.
+        ValueError: in a job with another number of processes; other settings than the run's.
         RuntimeError: no rendezvous, or too few workers, for ``patience`` seconds.
         ReplicaError: members had different results three times in a row.
     """
@@ -181,24 +202,31 @@ class ElasticExchange:
         device: torch.device,
         agreed: Mapping[str, str],
         wanted: int | None = None,
+        size: int = 1,
+        timeout: timedelta | None = None,
     ) -> None:
         refuse_unknown_device(device)
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        if dist.get_world_size() > 1:
+        processes = dist.get_world_size()
+        if processes != size:
             raise ValueError(
-                f"Elastic: this job has {dist.get_world_size()} processes, but every elastic "
-                f"worker is a job of its own; use Trainer(devices=1, num_nodes=1), and start one "
-                f"job for each worker."
+                f"Elastic: this job has {processes} processes, but every elastic worker is a job "
+                f"of {size}; use Trainer(devices={size}, num_nodes=1), and start one job for each "
+                f"worker. To let all processes of a job train as one worker, give "
+                f"island={processes}."
             )
+        told = timedelta(seconds=elastic.timeout)
+        self.island = ALONE if size == 1 else Island.among([range(size)], timeout, told)
+        workers.saves = self.island.leads
         self.elastic, self._workers, self._device = elastic, workers, device
-        self._recording = Recording(Distributed())
+        self._recording = Recording(self.island.over(Seat()))
         workers.start([self._recording], revocable=True)
         compile_kernels(workers.first, device)
         self._seal = Seal(elastic.secret)
         self._still = threading.Lock()  # held while the common weights change
         self._changing = False  # whether the training thread holds it
-        self._inherited: list[tuple[int, Tree]] = []
+        self._inherited: list[list[Any]] = []  # number and error
         self._closed = False
         self._rounds: LocalRounds | None = None
         self._loop: Loop | None = None
@@ -211,33 +239,46 @@ class ElasticExchange:
         self._first = 0  # steps before this round
         self._within = False  # whether the loop is in a step, which it has not counted
         self._saved: int | None = None  # number in the state that was loaded
+        held = sum(p.numel() * 4 for p in workers.names)  # and outer momentum, buffers, names
+        self._most = 16 * held + (1 << 24)
+        same = workers.configuration.in_words() | dict(agreed)
+        same["names and shapes of parameters"] = digest_of(workers.shapes)
+        same |= arithmetic(device, workers.configuration.compressor)
+        if size > 1:
+            same["island"] = str(size)
+        settings = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+        self._member = Member(Report(""))
+        self._unread: Entry | None = None  # of the log
+        self._line: Line | None = None  # rank 0's, as the door is
+        self._door: Door | None = None
+        try:
+            self._member = Member(
+                Report.read(self.island.say(partial(self._open, settings, wanted)))
+            )
+            self._until(("number",), f"for a rendezvous at {elastic.rendezvous}")
+        except BaseException:
+            self.close(failed=True)
+            raise
+
+    def _open(self, settings: str, wanted: int | None) -> str:
+        """Open the line to the rendezvous and the door; return the first report."""
+        elastic = self.elastic
         host, port = host_and_port(elastic.rendezvous, "Elastic(rendezvous")
         roll = None if elastic.roll is None else Path(elastic.roll)
         self._line = Line(host, port, elastic.secret, roll)
         own = elastic.address or address_towards(host, port)
         ports = elastic.ports and range(elastic.ports[0], elastic.ports[1] + 1)
-        held = sum(p.numel() * 4 for p in workers.names)  # and outer momentum, buffers, names
-        self._most = 16 * held + (1 << 24)
         door = (own, ports or (), self._seal, self._most, float(elastic.timeout), self._answer)
         self._door = Door(*door)
-        same = workers.configuration.in_words() | dict(agreed)
-        same["names and shapes of parameters"] = digest_of(workers.shapes)
-        same |= arithmetic(device, workers.configuration.compressor)
-        report = Report(
+        return Report(
             token=secrets.token_hex(8),
             wanted=elastic.number if wanted is None else wanted,
             address=self._door.address,
-            settings=hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest(),
+            settings=settings,
             min_workers=elastic.min_workers,
             grace=float(elastic.grace),
             timeout=float(elastic.timeout),
-        )
-        self._member = Member(report)
-        try:
-            self._until(("number",), f"for a rendezvous at {elastic.rendezvous}")
-        except BaseException:
-            self.close(failed=True)
-            raise
+        ).in_words()
 
     @property
     def number(self) -> int:
@@ -271,27 +312,47 @@ class ElasticExchange:
         """
         limit = time.monotonic() + self.elastic.patience
         while True:
-            self._line.say(self._member.report)
-            entry = self._line.next(0.1)
-            if self._loop is not None:
-                self._loop.check()
-            done = None if entry is None else self._read(entry)
+            self._report()
+            text = self.island.say(partial(self._next, limit, what))
+            done = self._read(entry_of(text)) if text else None
             if done is not None and done.what == "fetch":
                 done = self._fetch(done)
-                self._line.say(self._member.report)
+                self._report()
             if done is not None and done.what in wanted:
                 return done
-            if time.monotonic() > limit:
-                raise RuntimeError(
-                    f"This worker has waited {self.elastic.patience:g} s {what}, with "
-                    f"min_workers={self.elastic.min_workers}. The rendezvous: "
-                    f"{self._line.trouble or 'it answers'}. Start it, or more workers, or raise "
-                    f"Elastic(patience=...)."
-                )
+
+    def _next(self, limit: float, what: str) -> str:
+        """Return the next entry of the log as text, empty if there is none yet."""
+        assert self._line is not None
+        if time.monotonic() > limit:
+            raise RuntimeError(
+                f"This worker has waited {self.elastic.patience:g} s {what}, with "
+                f"min_workers={self.elastic.min_workers}. The rendezvous: "
+                f"{self._line.trouble or 'it answers'}. Start it, or more workers, or raise "
+                f"Elastic(patience=...)."
+            )
+        # Kept until it is read: what follows may raise, and a commit must not be lost.
+        self._unread = self._unread or self._line.next(0.1)
+        if self._loop is not None:
+            self._loop.check()
+        return "" if self._unread is None else in_words(self._unread)
+
+    def _report(self) -> None:
+        """Let the rendezvous know where this worker is."""
+        if self._line is not None:
+            self._line.say(self._member.report)
+
+    def _heard(self, act: Callable[[], Any]) -> Any:
+        """Return the tree that ``act`` returns on rank 0, on all ranks of the island."""
+        if self.island.size == 1:
+            return act()
+        data = self.island.hear(lambda: torch.frombuffer(to_bytes(act()), dtype=torch.uint8))
+        return from_bytes(data.numpy().tobytes())
 
     def _read(self, entry: Entry) -> Do | None:
+        self._unread = None
         done = self._member.read(entry)
-        self._line.say(self._member.report)
+        self._report()
         if done is not None and done.what == "refused":
             raise ValueError(f"This worker cannot take part: {done.why}.")
         if isinstance(entry, Called) and done is not None:
@@ -331,9 +392,8 @@ class ElasticExchange:
         """Take the snapshot of a member; if it cannot be had, ask for another one."""
         for attempt in range(_TRIES):
             try:
-                host = host_and_port(done.address, "address")
-                with visiting(host, self._seal, self._most, float(self.elastic.timeout)) as wire:
-                    self._take(wire)
+                with ExitStack() as stack:
+                    self._take(self._asking(done.address, stack))
             except (OSError, ValueError) as error:
                 self._failures += 1
                 _log.warning(
@@ -351,14 +411,27 @@ class ElasticExchange:
         self._member.not_fetched()
         return None
 
-    def _take(self, wire: Wire) -> None:
+    def _asking(self, address: str, stack: ExitStack) -> Callable[[Callable[[Wire], Any]], Any]:
+        """Return what asks another worker on rank 0; the first question connects it."""
+        wires: list[Wire] = []
+
+        def answer(question: Callable[[Wire], Any]) -> Any:
+            if not wires:
+                there = host_and_port(address, "address")
+                visit = visiting(there, self._seal, self._most, float(self.elastic.timeout))
+                wires.append(stack.enter_context(visit))
+            return question(wires[0])
+
+        return lambda question: self._heard(partial(answer, question))
+
+    def _take(self, ask: Callable[[Callable[[Wire], Any]], Any]) -> None:
         """Begin where the donor is. Until all of it has come, this worker stays as it was."""
         assert self._rounds is not None
         assert self._loop is not None
         engine, rounds = self._workers.first, self._rounds
         heed, patience = self._loop.check, self.elastic.patience
         check = partial(check_snapshot, engine=engine, shapes=self._workers.shapes)
-        tree, place = snapshot_and_place(wire, check, patience, heed)
+        tree, place = ask(lambda wire: list(snapshot_and_place(wire, check, patience, heed)))
         number = tree["round"]
         if self._resumed and (number, tree["mark"]) == (engine.step, self._mark()):
             # The steps within the round are kept, too.
@@ -368,7 +441,7 @@ class ElasticExchange:
         with self._still:
             load_snapshot(tree, rounds, engine, keep_error=self._belongs)
         with suppress(OSError, ValueError):  # the donor has made steps in the meantime
-            later = place_of(wire)
+            later = ask(place_of)
             place = later if later["round"] == number else place
         rounds.skip(place["position"])
         self._first = place["steps"] - place["position"]
@@ -406,7 +479,7 @@ class ElasticExchange:
         If the others have gone on without this worker, it begins again at their weights.
         """
         sent, self._sent = self._sent, []
-        self._member.asks(self._mark(), self._inherit())
+        self._member.asks(self._mark(), self._inherit(self._heard(self._left)))
         what = f"in round {self._member.report.round}, for other workers"
         while True:
             done = self._until(("run", "commit", "repeat", "fetched"), what)
@@ -443,12 +516,13 @@ class ElasticExchange:
         state = engine.compressor_state.items()
         self._kept = {name: each_tensor(kept, Tensor.clone) for name, kept in state}
         engine.worker, engine.workers = rank, size
-        failed, group = True, None
+        failed = True
+        groups: list[dist.ProcessGroup] = []
         try:
-            group = self._group(done.group, rank, size)
-            transport = Distributed(group, "an elastic round")
+            self.island.compare([each.result for each in sent if each.names], "an island's round")
+            transport = self._transport(done.group, rank, size, groups)
             transport.sent_bytes = self._recording.inner.sent_bytes
-            self._recording.inner = transport
+            self._recording.inner = self.island.over(transport)
             self._recording.worker, self._recording.workers = rank, size
             with torch.no_grad():
                 for each in sent:
@@ -459,7 +533,8 @@ class ElasticExchange:
             text = digest_in_words(results)
             failed = False
         except RuntimeError as error:
-            if not isinstance(error, PeerError) and not is_from_backend(error):
+            inside = isinstance(error, IslandError)
+            if inside or not (isinstance(error, PeerError) or is_from_backend(error)):
                 raise
             _log.warning(
                 "Round %d, attempt %d, of workers %s failed for worker %d after %.2f s: %s",
@@ -467,7 +542,7 @@ class ElasticExchange:
                 *(time.monotonic() - began, str(error).partition("\n")[0]),
             )
         finally:
-            if group is not None:
+            for group in groups:
                 leave(group, failed)
             engine.worker, engine.workers, engine.peers = 0, 1, size
             if failed:
@@ -476,17 +551,30 @@ class ElasticExchange:
             self._member.failed()
         else:
             self._member.ran(text, self._norm())
-        self._line.say(self._member.report)
+        self._report()
+
+    def _transport(
+        self, name: str, rank: int, size: int, groups: list[dist.ProcessGroup]
+    ) -> Transport:
+        """Return the transport of an attempt; rank 0 adds its group to ``groups``."""
+
+        def make() -> str:
+            groups.append(self._group(name, rank, size))
+            return ""
+
+        self.island.say(make)
+        return Distributed(groups[0], "an elastic round") if groups else Seat(rank, size)
 
     def _group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
         """Return the process group of an attempt, which is this process's for a while."""
+        assert self._line is not None
         timeout = timedelta(seconds=self.elastic.timeout)
         store = PrefixStore(name, self._line.store(timeout))
         backend = "nccl" if self._device.type == "cuda" and dist.is_nccl_available() else "gloo"
         group, _ = _new_process_group_helper(
             size, rank, [], backend, store, group_name=GroupName(name), timeout=timeout
         )
-        # This process is rank 0 of its own world, and takes the place of ``rank`` in the group.
+        # Rank 0 of its own job takes the place of ``rank`` in the group.
         places = {0: rank, rank: 0}
         _world.pg_group_ranks[group] = dict(
             sorted(((other, places.get(other, other)) for other in range(size)), key=lambda p: p[1])
@@ -551,7 +639,7 @@ class ElasticExchange:
                 with self._still:
                     fits = asked["run"] == self._member.report.run and not self._closed
                     if fits:
-                        self._inherited.append((asked["number"], asked["memory"]))
+                        self._inherited.append([asked["number"], asked["memory"]])
                 return {"taken": fits}
         raise ValueError(f"{str(asked)[:60]} is not a question that a worker answers.")
 
@@ -563,10 +651,14 @@ class ElasticExchange:
             made = snapshot_of(self._rounds, self._workers.first)
             return each_tensor(made | {"mark": self._mark()}, to_host)
 
-    def _inherit(self) -> list[int]:
-        """Add the errors of those who have left to this worker's; return their numbers."""
+    def _left(self) -> list[list[Any]]:
+        """Return numbers and errors of those who have left, which this process was given."""
         with self._still:  # an error that was taken is in one of the lists
             inherited, self._inherited = self._inherited, []
+        return inherited
+
+    def _inherit(self, inherited: Sequence[Any]) -> list[int]:
+        """Add the errors of those who have left to this worker's; return their numbers."""
         for _, memory in inherited:
             self._workers.first.add_errors(
                 each_tensor(memory, lambda tensor: tensor.to(self._device))
@@ -604,7 +696,7 @@ class ElasticExchange:
         )
 
     def close(self, failed: bool = False) -> None:
-        """Leave the run; again does nothing.
+        """Leave the run; again does nothing. Other ranks of the island are not waited for.
 
         Args:
             failed: the worker leaves before its end, so that another one gets its error.
@@ -616,21 +708,24 @@ class ElasticExchange:
         self.landed()
         with self._still:
             self._closed = True
-        self._inherit()  # before the own error goes: the door takes no other one now
-        if failed and self._rounds is not None and self._member.report.run:
-            self._bequeath()
-        self._member.leaves()
-        self._line.say(self._member.report)
-        self._line.close()
-        self._door.close()
+        self._inherit(self._left())  # before the own error goes: the door takes no other one now
+        if self._line is not None:
+            if failed and self._rounds is not None and self._member.report.run:
+                self._bequeath()
+            self._member.leaves()
+            self._line.say(self._member.report)
+            self._line.close()
+        if self._door is not None:
+            self._door.close()
+        self.island.close()
 
     def _settle(self) -> None:
         """Bring a round to an end in which this worker has been interrupted."""
-        if self._member.report.phase == "done":
+        if self._member.report.phase == "done" and self._line is not None:
             self._loop = None  # a signal has been noted
             limit = time.monotonic() + self.elastic.timeout
             while self._member.report.phase == "done" and time.monotonic() < limit:
-                entry = self._line.next(0.1)
+                entry = self._unread or self._line.next(0.1)
                 done = None if entry is None else self._read(entry)
                 if done is not None and done.what == "commit":
                     self._workers.end_round([])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -198,6 +199,26 @@ def refuse_grace(owner: str, unequal: Unequal | None) -> None:
         )
 
 
+def check_island(owner: str, island: int, unequal: Unequal | None) -> None:
+    """Raise ValueError for a number of processes of a worker that cannot be had.
+
+    Args:
+        owner: the strategy, for the sentence.
+        island: N, processes of a worker.
+        unequal: how unequal workers share rounds, or None.
+    """
+    if isinstance(island, bool) or not isinstance(island, int) or island < 1:
+        raise ValueError(
+            f"{owner}(island={island!r}): give the number of processes that train as one worker, 1 "
+            f"or more; use the number of devices of a node."
+        )
+    if island > 1 and unequal is not None:
+        raise ValueError(
+            f"{owner}(island={island}, unequal={unequal!r}): the processes of an island would "
+            f"measure unlike speeds and count unlike tokens; leave unequal out."
+        )
+
+
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 """Names, since there are two packages, and versions that lack one."""
 
@@ -211,6 +232,7 @@ def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
             f"adamw]). For one loss per optimizer, as in a GAN, use CompressedDDPStrategy."
         )
     refuse_synchronised_norms(owner, module)
+    refuse_shards(owner, module)
     for callback in trainer.callbacks:
         names = {cls.__name__ for cls in type(callback).__mro__}
         if "ModelPruning" in names:
@@ -224,6 +246,16 @@ def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
                 f"{type(callback).__name__} averages a worker's own weights, which differ between "
                 f"workers, and {owner} already averages over workers; remove the callback."
             )
+
+
+def refuse_shards(owner: str, module: nn.Module) -> None:
+    """Raise ValueError for a parameter in shards, as FSDP2 and tensor parallelism have them."""
+    shard = next((n for n, p in module.named_parameters() if isinstance(p, DTensor)), None)
+    if shard is not None:
+        raise ValueError(
+            f"{owner}({type(module).__name__}(...)): {shard} is a DTensor, so no process has a "
+            f"worker's weights. Give each process the complete model."
+        )
 
 
 def refuse_synchronised_norms(owner: str, module: nn.Module) -> None:

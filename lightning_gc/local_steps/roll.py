@@ -528,7 +528,7 @@ class _Heard:
 
 _OTHER_SETTINGS = (
     "it has other settings than the run: compressor, memory, scheme, rounds, outer step, seed, "
-    "shapes of parameters, or version of torch. Give all workers the same ones"
+    "number of processes, shapes of parameters, or version of torch. Give all workers the same ones"
 )
 
 

@@ -1,10 +1,11 @@
 """Soak of elastic runs: workers die, freeze, leave and join at random; each run is replayed.
 
     python -m tests.soak.elastic --rounds 300 --seed 0
+    python -m tests.soak.elastic --rounds 60 --islands 2
 
 A run passes if all workers that were neither killed nor told to leave end in time with the same
 weights, no process is left, and simulated workers that take part as the roll says end with the same
-bits.
+bits. With islands of several processes a fault hits one of them, and all of a killed one's end.
 """
 
 import argparse
@@ -46,6 +47,7 @@ class Seen:
         problems: sentences; empty if the run has passed.
         deaths: seconds from a kill to the next round without the victim.
         joins: seconds that a round with a joiner took longer than the median, as a share of it.
+        ends: seconds from a kill until the other processes of the island have ended.
         repeated: rounds that were repeated.
         late: workers that were away, or not there yet, when the run ended.
     """
@@ -55,6 +57,7 @@ class Seen:
     problems: list[str] = field(default_factory=list)
     deaths: list[float] = field(default_factory=list)
     joins: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
     repeated: int = 0
     late: int = 0
 
@@ -73,10 +76,12 @@ class Run:
         seed: of the faults and the job.
         rounds: of the run.
         workers: at first.
+        island: processes of each worker.
     """
 
-    def __init__(self, seed: int, rounds: int, workers: int) -> None:
+    def __init__(self, seed: int, rounds: int, workers: int, island: int = 1) -> None:
         self.draw, self.seen = random.Random(seed), Seen()
+        self.least = min(3, workers)  # members when a fault hits one
         self.folder = Path(tempfile.mkdtemp(prefix="elastic"))
         self._held = hold_port()
         port = self._held.getsockname()[1]
@@ -91,7 +96,14 @@ class Run:
             batch_norm=False,
             outer=self.draw.choice((0.0, 0.6)),
             seed=seed,
-            elastic={"secret": "soak", "roll": str(self.roll), "patience": 40.0, "timeout": 5.0},
+            island=island,
+            elastic={
+                "secret": "soak",
+                "roll": str(self.roll),
+                "patience": 40.0,
+                "timeout": 5.0,
+                "min_workers": self.least - 1,
+            },
         )
         self.processes: dict[str, Any] = {}
         self.gone: set[str] = set()  # killed, or told to leave
@@ -132,20 +144,25 @@ class Run:
         return [name for name in self.living if step_of(self.job, name) >= 0]
 
     def hit(self, fault: str) -> None:
-        """Hit a member, and see that at least two others are left."""
+        """Hit a member."""
         self.seen.hits[fault] = self.seen.hits.get(fault, 0) + 1
         victim = self.draw.choice(self._members())
         process = self.processes[victim]
-        if fault in ("kill", "term"):
+        pid = self.draw.choice(process.pids) if self.job.island > 1 else process.pid
+        if fault == "kill":
             self.gone.add(victim)
-            os.kill(process.pid, signal.SIGKILL if fault == "kill" else signal.SIGTERM)
-            if fault == "kill":
-                self._see_death()
+            os.kill(pid, signal.SIGKILL)
+            self._see_death(victim)
+            self.join()
+        elif fault == "term":
+            self.gone.add(victim)
+            for each in process.pids:  # as launchers do
+                os.kill(each, signal.SIGTERM)
             self.join()
         elif fault == "stop":
-            os.kill(process.pid, signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
             time.sleep(self.draw.choice((0.3, 2.0, 8.0)))
-            os.kill(process.pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
         elif fault == "restart":
             self.server.kill()
             self.server.join()
@@ -154,10 +171,12 @@ class Run:
         elif len(self.living) < 5:
             self.join(damaged=fault == "damage")
 
-    def _see_death(self) -> None:
+    def _see_death(self, victim: str) -> None:
         began, seen = time.monotonic(), len(self.times)
         while len(self.times) < seen + 2 and time.monotonic() < began + 30:
             time.sleep(0.005)
+        self.processes[victim].join(30.0)
+        self.seen.ends.append(time.monotonic() - began)
         self.seen.deaths.append(self.times[seen][1] - began if len(self.times) > seen else 30.0)
 
     def play(self, faults: int) -> Seen:
@@ -168,15 +187,17 @@ class Run:
         plan = self.draw.sample(FAULTS * faults, faults)
         try:
             for moment, fault in zip(moments, plan, strict=True):
-                while max((step_of(self.job, n) for n in self.living), default=0) < moment:
-                    if time.monotonic() > limit or not self.living:
+                while max((step_of(self.job, n) for n in self.living), default=last) < moment:
+                    if time.monotonic() > limit:
                         self.seen.problems.append(f"no worker has reached step {moment}")
                         return self.seen
                     time.sleep(0.01)
-                while len(self._members()) < 3 and time.monotonic() < limit:
+                while len(self._members()) < self.least and time.monotonic() < limit:
                     time.sleep(0.02)
-                    if max(step_of(self.job, n) for n in self.living) > last:
+                    if max((step_of(self.job, n) for n in self.living), default=last + 1) > last:
                         break
+                if len(self._members()) < 2:  # a fault has lasted longer than the run
+                    break
                 self.hit(fault)
             for name, process in self.processes.items():
                 process.join(max(0.1, limit - time.monotonic()))
@@ -193,17 +214,22 @@ class Run:
 
     def _check(self) -> None:
         ended: dict[str, Any] = {}
-        for name, process in self.processes.items():
-            file = self.folder / f"{name}.json"
+        ranks = [
+            (f"{name}.{rank}" if rank else name, name, process)
+            for name, worker in self.processes.items()
+            for rank, process in enumerate(worker.processes)
+        ]
+        for rank, name, process in ranks:
+            file = self.folder / f"{rank}.json"
             if file.exists():
-                ended[name] = json.loads(file.read_text())
+                ended[rank] = json.loads(file.read_text())
             elif name not in self.gone:
-                lines = (self.folder / f"{name}.out").read_text().splitlines()
+                lines = (self.folder / f"{rank}.out").read_text().splitlines()
                 why = next((line for line in reversed(lines) if "Error" in line), "no error")
                 if "ended without it" in why or "has waited" in why:
                     self.seen.late += 1
                     continue
-                self.seen.problems.append(f"{name} failed, {process.exitcode}: {why[:300]}")
+                self.seen.problems.append(f"{rank} failed, {process.exitcode}: {why[:300]}")
         if len({each["weights"] for each in ended.values()}) != 1:
             self.seen.problems.append(f"weights differ: {ended and list(ended)}")
         roll = Roll.read(self.roll)
@@ -225,18 +251,21 @@ def main(words: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=300, help="in all runs (default: 300)")
     parser.add_argument("--of-a-run", type=int, default=60, help="rounds (default: 60)")
     parser.add_argument("--faults", type=int, default=6, help="of a run (default: 6)")
-    parser.add_argument("--workers", type=int, default=3, help="at first (default: 3)")
+    parser.add_argument("--workers", type=int, help="at first (default: 3, or 2 islands)")
+    parser.add_argument("--islands", type=int, default=1, help="processes of a worker (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(words)
     total, bad = Seen(), 0
     seed = options.seed
     while total.rounds < options.rounds:
-        run = Run(seed, options.of_a_run, options.workers)
+        workers = options.workers or (3 if options.islands == 1 else 2)
+        run = Run(seed, options.of_a_run, workers, options.islands)
         seen = run.play(options.faults)
         total.rounds += max(seen.rounds, 1)
         total.repeated += seen.repeated
         total.deaths += seen.deaths
         total.joins += seen.joins
+        total.ends += seen.ends
         for fault, number in seen.hits.items():
             total.hits[fault] = total.hits.get(fault, 0) + number
         bad += bool(seen.problems)
@@ -248,6 +277,7 @@ def main(words: list[str]) -> int:
         f"{total.rounds} rounds, {seed - options.seed} runs, {bad} with problems, hits "
         f"{total.hits}, {total.repeated} rounds repeated, {len(left)} processes left\n"
         f"seconds from a kill to the next round: {_spread(total.deaths)}\n"
+        f"seconds from a kill until its island has ended, at most: {_spread(total.ends)}\n"
         f"share that a round with a joiner took longer: {_spread(total.joins)}\n"
     )
     return bad

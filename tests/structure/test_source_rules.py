@@ -108,6 +108,9 @@ UNSAFE_NAMES = {
 }
 
 
+_OF_TENSORS = {"dist.broadcast", "self._group.broadcast"}
+
+
 def unsafe(source: str) -> set[str]:
     """Return what would run or rebuild whatever the bytes of a message or a file describe."""
     found = set()
@@ -126,7 +129,7 @@ def unsafe(source: str) -> set[str]:
             safe = "weights_only=True" in {ast.unparse(keyword) for keyword in node.keywords}
             if called == "torch.load" and not safe:
                 found.add(called)
-            if node.func.attr == "broadcast" and called != "dist.broadcast":
+            if node.func.attr == "broadcast" and called not in _OF_TENSORS:
                 found.add(called)  # Lightning's pickles
     return found
 

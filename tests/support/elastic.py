@@ -1,4 +1,4 @@
-"""Elastic workers of a tiny model, each in a process of its own, and the replay of their roll."""
+"""Elastic workers of a tiny model, each in processes of its own, and the replay of their roll."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_gc.lightning.for_pytorch_lightning import (
 )
 from lightning_gc.local_steps import snapshot
 from tests.support.fitting import digest, quiet_trainer
-from tests.support.processes import preloaded
+from tests.support.processes import hold_port, preloaded
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Job:
         batch_norm: whether the model has running statistics.
         outer: momentum of the outer step.
         checkpoint: after so many steps a checkpoint is written; 0: none.
+        island: processes of each worker.
         elastic: further settings of ``Elastic``.
     """
 
@@ -59,6 +61,7 @@ class Job:
     seed: int = 0
     width: int = 24
     checkpoint: int = 0
+    island: int = 1
     elastic: dict[str, Any] = field(default_factory=dict)
 
     def parts(self) -> dict[str, Any]:
@@ -70,11 +73,12 @@ class Job:
             "every": self.every,
             "outer": outer,
             "min_numel": 0,
+            "island": self.island,
         }
 
 
 class Stream(pl.LightningModule):
-    """Trained on batches that depend on the worker's number and the global step only."""
+    """Trained on batches that depend on the worker's number, its rank and the global step only."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -85,11 +89,12 @@ class Stream(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strategy: Any = self.trainer.strategy
-        return self.loss(strategy.number, self.global_step)
+        place = 100_003 * strategy.number + 7_919 * strategy.island_rank
+        return self.loss(place, self.global_step)
 
-    def loss(self, number: int, step: int) -> Tensor:
-        """Return the loss of a worker's batch."""
-        draw = torch.Generator().manual_seed(100_003 * number + step)
+    def loss(self, place: int, step: int) -> Tensor:
+        """Return the loss of a batch; ``place`` tells workers apart."""
+        draw = torch.Generator().manual_seed(place + step)
         x = torch.randn(8, 8, generator=draw)
         loss: Tensor = (self.body(x) - x[:, :4] * 2).square().mean()
         if self.job.pause:
@@ -129,6 +134,12 @@ def left(module: Any, number: int, steps: int, engine: Any) -> dict[str, Any]:
     }
 
 
+def left_in(trainer: Any) -> dict[str, Any]:
+    """Return what the worker of a Trainer leaves."""
+    strategy, module = trainer.strategy, trainer.lightning_module
+    return left(module, strategy.number, trainer.global_step, strategy.engine)
+
+
 def train(
     job: Job, name: str, resume: str | None = None, callbacks: Any = (), plain: bool = False
 ) -> dict[str, Any]:
@@ -163,13 +174,15 @@ def by_loop(job: Job, name: str, elastic: Elastic, resume: str | None) -> dict[s
     scheduler = falling["scheduler"]
     saved = {} if resume is None else torch.load(resume, weights_only=True)
     elastic = replace(elastic, number=saved.get("number"))
-    with LocalSteps(module, sgd, **job.parts(), elastic=elastic) as local:
+    parts = job.parts()
+    assert parts.pop("island") == 1  # others need a Trainer
+    with LocalSteps(module, sgd, **parts, elastic=elastic) as local:
         if saved:
             local.load_state_dict(saved["local"])
             scheduler.load_state_dict(saved["scheduler"])
         for step in local.until(job.steps, scheduler):
             sgd.zero_grad()
-            module.loss(local.number, step).backward()
+            module.loss(100_003 * local.number, step).backward()
             sgd.step()
             scheduler.step()
             (folder / f"{name}.step").write_text(str(step + 1))
@@ -187,20 +200,22 @@ def by_trainer(
 ) -> dict[str, Any]:
     """Train by Lightning's Trainer."""
     folder = Path(job.folder)
-    strategy = LocalStepsStrategy(**job.parts(), process_group_backend="gloo", elastic=elastic)
+    strategy = LocalStepsStrategy(
+        **job.parts(), process_group_backend="gloo", elastic=elastic
+    )
     trainer = quiet_trainer(
         strategy,
         max_steps=job.steps,
         max_epochs=-1,
+        devices=job.island,
         callbacks=[Steps(folder / f"{name}.step"), *callbacks],
     )
-    trainer.fit(Stream(job), batches(1), ckpt_path=resume)
+    trainer.fit(Stream(job), batches(job.island), ckpt_path=resume)
     if job.checkpoint:
-        trainer.save_checkpoint(folder / f"{name}-{job.checkpoint}.ckpt")
+        trainer.save_checkpoint(folder / f"{name.partition('.')[0]}-{job.checkpoint}.ckpt")
     if strategy.roll is not None:
         strategy.roll.save(folder / f"{name}.roll")
-    module = trainer.lightning_module
-    return left(module, strategy.number, trainer.global_step, strategy.engine)
+    return left_in(trainer)
 
 
 def replay(job: Job, roll: Roll) -> dict[str, Any]:
@@ -210,8 +225,8 @@ def replay(job: Job, roll: Roll) -> dict[str, Any]:
     trainer = quiet_trainer(strategy, max_steps=job.steps, max_epochs=-1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        trainer.fit(Stream(job), batches(len(roll.numbers)))
-    made = left(trainer.lightning_module, strategy.number, trainer.global_step, strategy.engine)
+        trainer.fit(Stream(job), batches(len(roll.numbers) * job.island))
+    made = left_in(trainer)
     made["warned"] = [str(each.message) for each in said if "replay" in str(each.message)]
     made["errors"] = {
         number: {n: e.double().flatten().tolist() for n, e in engine.errors().items()}
@@ -220,7 +235,25 @@ def replay(job: Job, roll: Roll) -> dict[str, Any]:
     return made
 
 
-def _main(job: Job, name: str, resume: str | None, damaged: bool, plain: bool) -> None:
+def _main(
+    job: Job,
+    name: str,
+    resume: str | None,
+    damaged: bool,
+    plain: bool,
+    rank: int = 0,
+    port: int = 0,
+) -> None:
+    if port:
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(job.island),
+            NODE_RANK="0",
+        )
+    name = f"{name}.{rank}" if rank else name
     if damaged:
         _damage_snapshots(2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -248,13 +281,62 @@ def _damage_snapshots(number: int) -> None:
     snapshot._receive = damaged
 
 
+class Worker:
+    """The processes of a worker, as one.
+
+    Args:
+        processes: that run; the first is rank 0.
+        port: held for them, if they are several.
+    """
+
+    def __init__(self, processes: Sequence[Any], port: Any = None) -> None:
+        self.processes, self._port = processes, port
+
+    @property
+    def pids(self) -> list[int]:
+        return [each.pid for each in self.processes]
+
+    @property
+    def pid(self) -> int:
+        """The process of rank 0."""
+        return self.pids[0]
+
+    @property
+    def exitcode(self) -> int | None:
+        """The first code that is not 0, or None if one still runs."""
+        codes = [each.exitcode for each in self.processes]
+        return None if None in codes else next((code for code in codes if code), 0)
+
+    def is_alive(self) -> bool:
+        """Return whether one of them runs."""
+        return any(each.is_alive() for each in self.processes)
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for all of them."""
+        limit = time.monotonic() + (seconds or 1e9)
+        for each in self.processes:
+            each.join(None if seconds is None else max(0.01, limit - time.monotonic()))
+
+    def kill(self) -> None:
+        """Kill all of them, and give their port back."""
+        for each in self.processes:
+            each.kill()
+        if self._port is not None:
+            self._port.close()
+
+
 def start(
     job: Job, name: str, resume: str | None = None, damaged: bool = False, plain: bool = False
-) -> Any:
-    """Start a worker's process; a damaged one receives its first snapshots damaged."""
-    process = preloaded().Process(target=_main, args=(job, name, resume, damaged, plain))
-    process.start()
-    return process
+) -> Worker:
+    """Start a worker's processes; a damaged one receives its first snapshots damaged."""
+    port = hold_port() if job.island > 1 else None
+    number = 0 if port is None else port.getsockname()[1]
+    made = []
+    for rank in range(job.island):
+        parts = (job, name, resume, damaged, plain, rank, number)
+        made.append(preloaded().Process(target=_main, args=parts))
+        made[-1].start()
+    return Worker(made, port)
 
 
 def step_of(job: Job, name: str) -> int:

@@ -18,10 +18,11 @@ from lightning_gc.core.pytree import each_tensor
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps import LocalHooks
+from lightning_gc.lightning.simulation.ddp import WorkerBuffers
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
 from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD, Unequal
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
-from lightning_gc.local_steps.refusals import refuse_elastic, refuse_in_trainer
+from lightning_gc.local_steps.refusals import check_island, refuse_elastic, refuse_in_trainer
 from lightning_gc.local_steps.roll import Entrance, Roll, Round
 from lightning_gc.local_steps.round_plan import Outer
 from lightning_gc.local_steps.simulated_clock import SimulatedClock
@@ -77,6 +78,9 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         state_dtype: of errors in these files.
         min_numel: as for ``CompressedDDPStrategy``.
         moments: of the optimizers that are averaged too.
+        island: N, processes of each worker. A step then takes W·N micro-batches, N in a row for
+            each worker, which steps with the mean of their gradients. That is the sum of a real
+            island's all-reduce, whose order decides the last bits for N above 2.
         kwargs: as for ``SingleDeviceStrategy``.
 
     Communication pattern:
@@ -124,9 +128,11 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         min_numel: int = MIN_NUMEL,
         moments: InnerMoments | None = None,
+        island: int = 1,
         **kwargs: Any,
     ) -> None:
         owner = type(self).__name__
+        check_island(owner, island, unequal)
         if speeds is not None:
             check_speeds(owner, "speeds", speeds)
             if roll is not None:
@@ -144,7 +150,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         number: Any = workers if self._replay is None else len(self._replay.numbers)
         self._configure_workers(compressor, number, network, kwargs)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        rounds = every, outer, delay, merge, fragments, show, state, moments, unequal
+        rounds = every, outer, delay, merge, fragments, show, state, moments, unequal, island
         self._configure_rounds(*rounds)
         if self._replay is not None:
             parts = (controller, self.local_workers.configuration, 0, outer, unequal)
@@ -178,6 +184,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self.clock = None if self.speeds is None else clock
         exchanges = Exchanges(workers, self._ledger, self.root_device, clock)
         self._replicas = Replicas(module, self.workers, lambda: self.optimizers)
+        self._buffers = [WorkerBuffers(module, self.island) for _ in range(self.workers)]
         rounds = []
         for engine, end in zip(self.engines, exchanges.of, strict=True):
             present = partial(self._replicas.entered, engine.worker)
@@ -203,6 +210,14 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         return self.worker if self._replay is None else self._replay.numbers[self.worker]
 
     @property
+    def island_rank(self) -> int:
+        """The running process's rank in its worker."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if trainer is None or not trainer.training:
+            return 0
+        return int(max(trainer.fit_loop.batch_idx, 0) % self.island)
+
+    @property
     def _rounds(self) -> LocalRounds | None:
         if self._replay is None or not self._all_rounds:
             return super()._rounds
@@ -221,6 +236,16 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
 
     def _enter(self, worker: int) -> None:
         self._replicas.enter(worker)
+        buffers = self._buffers[worker]
+        if self._done == worker * self.island:
+            buffers.begin()
+        buffers.enter(self.island_rank)
+
+    def _collect(self, worker: int, again: bool) -> None:
+        """Keep the buffers of rank 0 of an island, as DDP does."""
+        self._buffers[worker].leave(self.island_rank, again)
+        if self.island_rank == self.island - 1:
+            self._buffers[worker].enter(0)
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the last micro-batch, every worker's own step, and the exchange that is due."""

@@ -59,12 +59,14 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     """Mixin, before Lightning's ``SingleDeviceStrategy``: a step takes W micro-batches.
 
     The i-th is worker i's. The Trainer's ``accumulate_grad_batches`` is set to W during the fit;
-    ``k·W`` from the user means k accumulated micro-batches per worker. A subclass defines each
+    ``k·W`` from the user means k accumulated micro-batches per worker. If a worker is an island of
+    N processes, a step takes W·N, and N in a row are one worker's. A subclass defines each
     worker's own part by ``_begin_fit``, ``_begin_step``, ``_enter``, ``_collect`` and
     ``_complete``.
     """
 
     workers: int
+    island = 1
     _units: MicroBatches | None = None
 
     def _configure_workers(
@@ -123,7 +125,12 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is None or not trainer.training:
             return 0
-        return int(max(trainer.fit_loop.batch_idx, 0) % self.workers)
+        return int(max(trainer.fit_loop.batch_idx, 0) % self._processes // self.island)
+
+    @property
+    def _processes(self) -> int:
+        """W·N, the number of processes that are simulated."""
+        return self.workers * self.island
 
     def _active_engine(self) -> Engine:
         return self.engines[self.worker]
@@ -141,7 +148,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         if trainer.state.fn == "fit":
             refuse_unknown_device(self.root_device)
             # Before any hook reads the number of steps, which loads the data and counts it.
-            self._units = MicroBatches(self.workers, trainer)
+            self._units = MicroBatches(self._processes, trainer)
         super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
@@ -172,7 +179,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         loader = super().process_dataloader(dataloader)
         trainer = self.lightning_module.trainer
-        return deal(loader, self.workers, trainer, self) if trainer.training else loader
+        return deal(loader, self._processes, trainer, self) if trainer.training else loader
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -183,10 +190,11 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         worker, trainer = self.worker, self.lightning_module.trainer
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._done = 0  # also if the last step was abandoned
-        if self._done % self.workers != worker:
+        turn = self._done % self._processes
+        if turn != trainer.fit_loop.batch_idx % self._processes:
             raise RuntimeError(
                 f"Worker {worker}'s micro-batch runs when it is worker "
-                f"{self._done % self.workers}'s turn. Simulated workers cannot skip a backward "
+                f"{turn // self.island}'s turn. Simulated workers cannot skip a backward "
                 f"pass, or use an optimizer that calls its closure several times, such as LBFGS."
             )
         if self._done == 0:
@@ -213,13 +221,13 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         worker = self.worker
         self._lend(worker, first=self._done == 0)
         self.pre_backward(closure_loss)
-        # Lightning has divided the loss l by k·W. The gradient's factor in (l / kW)·W is W/kW,
-        # rounded once, which equals the factor of a real worker's l / k.
+        # Lightning has divided the loss l by k·W·N. The gradient's factor in (l / kWN)·W is W/kWN,
+        # rounded once, which equals the factor of a real worker's l / k where N is 1.
         loss = precision.pre_backward(closure_loss * self.workers, module)
         self._ledger.compute.start(self.root_device)
         precision.backward(loss, module, optimizer, *args, **kwargs)
         self._ledger.compute.lap(COMPUTE)
-        self._collect(worker, again=module.trainer.accumulate_grad_batches > self.workers)
+        self._collect(worker, again=module.trainer.accumulate_grad_batches > self._processes)
         self._passed(worker)
         detached: torch.Tensor = precision.post_backward(loss, module)
         self.post_backward(detached)
@@ -230,12 +238,12 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         trainer = self.lightning_module.trainer
         self._done += 1
         if not trainer.fit_loop._should_accumulate():
-            if worker != self.workers - 1:
+            if self._done % self._processes:
                 batches = trainer.fit_loop.batch_idx + 1
-                fix = f"at least {self.workers} batches"
-                if batches > self.workers:
+                fix = f"at least {self._processes} batches"
+                if batches > self._processes:
                     fix = (
-                        f"Trainer(limit_train_batches={batches // self.workers}), in batches of "
+                        f"Trainer(limit_train_batches={batches // self._processes}), in batches of "
                         f"each worker, which leaves out the rest"
                     )
                 raise RuntimeError(
@@ -248,12 +256,12 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        to_batches(checkpoint, self.workers)
+        to_batches(checkpoint, self._processes)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        to_micro_batches(loaded, self.workers)
+        to_micro_batches(loaded, self._processes)
         return loaded
 
     def teardown(self) -> None:
