@@ -175,7 +175,8 @@ class Machine:
             else:
                 self.round, self.position = donor.round, donor.position
                 self.member.fetched(self.round, self.position, "zero")
-                if self.member.report.phase == "training":
+                phase: str = self.member.report.phase  # changed by fetched()
+                if phase == "training":
                     self._step(now)
         else:
             self.position += 1

@@ -200,9 +200,7 @@ def by_trainer(
 ) -> dict[str, Any]:
     """Train by Lightning's Trainer."""
     folder = Path(job.folder)
-    strategy = LocalStepsStrategy(
-        **job.parts(), process_group_backend="gloo", elastic=elastic
-    )
+    strategy = LocalStepsStrategy(**job.parts(), process_group_backend="gloo", elastic=elastic)
     trainer = quiet_trainer(
         strategy,
         max_steps=job.steps,
