@@ -250,7 +250,7 @@ def test_a_roll_replaces_the_number_of_workers() -> None:
 
 
 def test_a_replay_lets_workers_in_within_the_first_round() -> None:
-    """They begin at the common weights, and make the steps that are left of the round."""
+    """They begin in the middle of it, and all end it together."""
     entered = {0: Entrance(error="kept"), 1: Entrance(position=2, donor=0)}
     roll = Roll([Round(0, (0, 1), entered=entered), Round(1, (0, 1))])
     strategy = SimulatedLocalStepsStrategy(QSGD(4), every=4, roll=roll)
@@ -258,4 +258,3 @@ def test_a_replay_lets_workers_in_within_the_first_round() -> None:
     with unwarned():
         trainer.fit(Stream(Job(0, "")), batches(2))
     assert [engine.step for engine in strategy.engines] == [2, 2]
-    assert [engine.tally.local_steps for engine in strategy.engines] == [8, 6]
