@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,27 @@ RATES: dict[str, tuple[float, ...]] = {
 }
 FEW_RATES = {"adamw": (0.003, 0.006), "muon": (0.01, 0.02)}
 """Of part "momentum"."""
+OPTIMIZERS = {
+    "adamw": "AdamW",
+    "muon": "Muon",
+    "sgd": "SGD",
+    "lion": "Lion",
+    "schedule-free": "schedule-free",
+    "soap": "SOAP",
+}
+"""Names in the documentation."""
+SENT = {
+    DENSE: "uncompressed",
+    "Residual()": "`ErrorFeedback()`",
+    "2-bit chunks": "`Quantised(ChunkedTopK(), BinMeans(2))`",
+    "H = 8": "weights every 8 steps",
+    "H = 32": "weights every 32 steps",
+    "H = 8, 2 bits": "weights every 8 steps, `BinMeans(2)`",
+    "H = 32, 2 bits": "weights every 32 steps, `BinMeans(2)`",
+    "H = 8, 2-bit chunks": "weights every 8 steps, `Quantised(ChunkedTopK(), BinMeans(2))`",
+    "H = 32, 2-bit chunks": "weights every 32 steps, `Quantised(ChunkedTopK(), BinMeans(2))`",
+}
+"""Lines in the documentation; others are their code."""
 ALONE = {"schedule-free"}
 """Optimizers whose local steps would need an exchange of the averaged weights: not run."""
 MULOCO = ("adamw", "muon")
@@ -109,7 +131,8 @@ At H = 8 and 32 each worker makes H steps of its own, and weights are averaged. 
 `TopK(0.01)`, *H = 8* and *H = 32* are those of `adam.py` and `local_steps.py`, which also tried
 0.012 and found it worse.
 
-An asterisk marks the lowest or highest rate. *n* is the number of seeds where there are not three.
+An asterisk marks the lowest or highest rate of three. *n* is the number of seeds where there are
+not three.
 """
 
 
@@ -190,18 +213,26 @@ def train(cell: Cell, data: Path | None) -> Row:
     return run(arm, 4, rate=tuned_rate.rate(cell), steps=cell["steps"], seed=cell["seed"])
 
 
+def best(rows: list[Row], part: str, optimizer: str, **kind: object) -> list[Row]:
+    """Return a line's runs at its rate, that of seed 0 first; none if a rate was not tried yet."""
+    kind |= {"part": part, "optimizer": optimizer}
+    tried = {row["rate"] for row in frame.where(rows, **kind)}
+    rates = (RATES if part == "table" else FEW_RATES)[optimizer]
+    return tuned_rate.runs(rows, **kind) if tried.issuperset(rates) else []
+
+
 def page(rows: list[Row]) -> str:
     """Return a table for each part: methods by optimizers."""
     text = ""
-    kinds = [name for name in RATES if tuned_rate.runs(rows, part="table", optimizer=name)]
+    kinds = [name for name in RATES if best(rows, part="table", optimizer=name)]
     if kinds:
         lines = []
         for arm in TABLE | TWO_BITS:
             line, ratio = [arm], math.nan
             for kind in kinds:
-                runs = tuned_rate.runs(rows, part="table", optimizer=kind, arm=arm)
+                runs = best(rows, part="table", optimizer=kind, arm=arm)
                 line.append(_cell(runs, RATES[kind]))
-                dense = tuned_rate.runs(rows, part="table", optimizer=kind, arm=DENSE)
+                dense = best(rows, part="table", optimizer=kind, arm=DENSE)
                 if runs and dense:
                     ratio = dense[0]["bytes"] / runs[0]["bytes"]
             lines.append([*line, "–" if math.isnan(ratio) else f"{ratio:.0f}"])
@@ -211,9 +242,7 @@ def page(rows: list[Row]) -> str:
         for arm, (_, momenta) in MOMENTUM.items():
             shown = {}
             for inner in momenta:
-                runs = tuned_rate.runs(
-                    rows, part="momentum", optimizer=optimizer, arm=arm, momentum=inner
-                )
+                runs = best(rows, part="momentum", optimizer=optimizer, arm=arm, momentum=inner)
                 shown[inner] = _cell(runs, FEW_RATES[optimizer])
             lines.append([optimizer, arm, shown.get(True, ""), shown.get(False, "")])
     head = ["optimizer", "`TopK`, 1 %, with", "its momentum", "without"]
@@ -224,9 +253,54 @@ def _cell(runs: list[Row], rates: tuple[float, ...]) -> str:
     """Return the loss over seeds, the rate, a mark if that is at the edge, the number of seeds."""
     if not runs:
         return ""
-    edge = "*" if tuned_rate.is_edge(runs[0], rates) else ""
+    edge = "*" if len(rates) > 2 and tuned_rate.is_edge(runs[0], rates) else ""
     number = "" if len(runs) == 3 else f" (n = {len(runs)})"
     return f"{spread(values(runs, 'loss'), '.3f')} at {runs[0]['rate']:g}{edge}{number}"
+
+
+def document(rows: list[Row], stem: Path) -> None:
+    """Write the documentation's tables of mean losses: two decimals where seeds are missing."""
+    if stem.parent != frame.RESULTS:
+        return
+    kinds = {"part": "table"}
+    columns = {
+        head: {"optimizer": name}
+        for name, head in OPTIMIZERS.items()
+        if best(rows, optimizer=name, **kinds)
+    }
+    dense = best(rows, optimizer="adamw", arm=DENSE, **kinds)
+    lines = []
+    for arm in TABLE | TWO_BITS:
+        runs = [best(rows, arm=arm, **column, **kinds) for column in columns.values()]
+        if any(runs):
+            fewer = dense[0]["bytes"] / next(filter(None, runs))[0]["bytes"]
+            lines.append([SENT.get(arm, f"`{arm}`"), f"{fewer:.0f}", *map(_mean, runs)])
+    _write("optimizers", table(["sent", "fewer bytes", *columns], lines))
+    columns = {
+        "AdamW, β₁ = 0.9": {"optimizer": "adamw", "momentum": True},
+        "AdamW, β₁ = 0": {"optimizer": "adamw", "momentum": False},
+        "Muon, momentum 0.95": {"optimizer": "muon", "momentum": True},
+        "Muon, momentum 0": {"optimizer": "muon", "momentum": False},
+    }
+    lines = []
+    for arm in MOMENTUM:
+        runs = [best(rows, part="momentum", arm=arm, **column) for column in columns.values()]
+        if any(runs):
+            memory, _, share = arm.partition(", ")
+            name = SENT.get(memory, f"`{memory}`")
+            sent = "100 %" if arm == DENSE else share or "1 %"
+            lines.append([name, sent, *map(_mean, runs)])
+    _write("optimizers_momentum", table(["memory", "elements", *columns], lines))
+
+
+def _mean(runs: list[Row]) -> str:
+    """Return the mean loss, with three decimals if there are three seeds."""
+    found = values(runs, "loss")
+    return f"{statistics.mean(found):.{3 if len(found) > 2 else 2}f}" if found else ""
+
+
+def _write(name: str, text: str) -> None:
+    (frame.IMAGES.parent / "tables" / f"{name}.md").write_text(text)
 
 
 def claims(rows: list[Row]) -> list[Claim]:
@@ -243,16 +317,16 @@ def claims(rows: list[Row]) -> list[Claim]:
     for optimizer in ("adamw", "muon"):
         kind = {"part": "momentum", "optimizer": optimizer}
         for share in ("", ", 10 %"):
-            mine = tuned_rate.runs(rows, arm=f"EF21(momentum=0.1){share}", momentum=False, **kind)
+            mine = best(rows, arm=f"EF21(momentum=0.1){share}", momentum=False, **kind)
             for arm in ("EF21()", "Residual()", "NarrowResidual()"):
                 for inner in (True, False):
-                    other = tuned_rate.runs(rows, arm=arm + share, momentum=inner, **kind)
+                    other = best(rows, arm=arm + share, momentum=inner, **kind)
                     its = "with its momentum" if inner else "without momentum"
                     text = f"{optimizer}: EF21(momentum=0.1) is better than {arm}, {its}{share}"
                     compare(text, mine, other)
     kind = {"part": "table"}
     for arm in TABLE | TWO_BITS:
-        muon, adamw = (tuned_rate.runs(rows, arm=arm, optimizer=o, **kind) for o in MULOCO[::-1])
+        muon, adamw = (best(rows, arm=arm, optimizer=o, **kind) for o in MULOCO[::-1])
         compare(f"{arm}: Muon is better than AdamW", muon, adamw)
     return found + _muloco(rows)
 
@@ -265,7 +339,7 @@ def _muloco(rows: list[Row]) -> list[Claim]:
         costs = {}
         for optimizer in MULOCO[::-1]:
             kind = {"part": "table", "optimizer": optimizer}
-            two, whole = (tuned_rate.runs(rows, arm=a, **kind) for a in (arm, steps))
+            two, whole = (best(rows, arm=a, **kind) for a in (arm, steps))
             pairs = list(zip(values(two, "loss"), values(whole, "loss"), strict=False))
             costs[optimizer] = [a - b for a, b in pairs]
             if len(pairs) > 1:
@@ -289,7 +363,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
     ax = figure.subplots()
     for index, optimizer in enumerate(RATES):
         found = [
-            (tuned_rate.runs(rows, part="table", optimizer=optimizer, arm=arm), place)
+            (best(rows, part="table", optimizer=optimizer, arm=arm), place)
             for place, arm in enumerate(TABLE | TWO_BITS)
         ]
         points = [(loss, place) for runs, place in found for loss in values(runs, "loss")]
@@ -305,4 +379,4 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 if __name__ == "__main__":
     parts = (ABOUT, cells, train, page, claims, draw)
-    sys.exit(frame.main(Experiment("optimizers", *parts, before=before)))
+    sys.exit(frame.main(Experiment("optimizers", *parts, before=before, after=document)))
