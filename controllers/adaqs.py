@@ -11,7 +11,7 @@ from .dqsgd import check_bits_of, check_order
 
 @dataclass(frozen=True)
 class AdaQS(Controller):
-    """Add a bit to a quantiser whenever the gradient has become noisier by a factor.
+    """Add a bit to a quantiser whenever gradients become noisier, to begin with few bits.
 
     With ``r = √(‖∇f‖² / E‖g − ∇f‖²)`` at the end of an epoch: if ``r ≤ r_ref/factor``, the number
     of quantisation levels is doubled and r becomes the new ``r_ref``. After a fall by ``factor²``

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import tasks  # noqa: F401 - sets the path
 import torch
 from frame import Row
-from text import columns, load
+from text import Corpus, columns, load
 from torch import Tensor
 from torch.optim import Optimizer
 from transformer import Transformer, Worker
@@ -53,7 +54,7 @@ class Arm:
 
 def run(arm: Arm, workers: int, *, rate: float, steps: int, seed: int) -> Row:
     """Return validation loss, and the bytes that one worker has sent."""
-    corpus = load(None, rare=5)
+    corpus = _corpus()
     torch.manual_seed(seed)
     model = Transformer(len(corpus.words))
     rows = columns(corpus.train, workers * BATCH)
@@ -64,6 +65,11 @@ def run(arm: Arm, workers: int, *, rate: float, steps: int, seed: int) -> Row:
     ]
     sent = _weights(group, arm, steps, seed) if arm.every else _gradients(group, arm, steps, seed)
     return {"loss": group[0].evaluate(corpus.valid), "bytes": sent}
+
+
+@functools.cache
+def _corpus() -> Corpus:
+    return load(None, rare=5)
 
 
 def _gradients(workers: list[Worker], arm: Arm, steps: int, seed: int) -> int:

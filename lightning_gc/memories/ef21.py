@@ -19,7 +19,7 @@ from lightning_gc.memories.base import (
 
 @dataclass(frozen=True)
 class EF21(GradientDifferences):
-    """Compress the gradient minus its estimate, and apply the new estimate.
+    """Compress the gradient minus its estimate, for steady gradients, and apply the new estimate.
 
     ``c_t = C(g_t − h_{t−1})``, ``h_t = h_{t−1} + c_t``; the mean of h_t over workers is applied. A
     step's error ``g_t − h_t`` is not added to a later gradient: what is applied is an estimate of

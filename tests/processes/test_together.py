@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import PerParameter, Together, TopK, attach
+from lightning_gc import QSGD, PerParameter, Together, TopK, attach
 from lightning_gc.lightning.for_pytorch_lightning import (
     SimulatedDDPStrategy,
     SimulatedLocalStepsStrategy,
 )
 from tests.support.accelerator import DEVICE, needs_four
 from tests.support.fitting import digest, fit, unwarned
+from tests.support.fsdp import fsdp
 from tests.support.hsdp import RANKS, Sharded, fit_sharded, hsdp
 from tests.support.local_steps import local
 from tests.support.models import Plain, own_batches
@@ -42,6 +43,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def scaled() -> list[Any]:
+    scaler = GradScaler(DEVICE, init_scale=2.0**24)  # the first steps overflow
+    return [MixedPrecision("16-mixed", DEVICE, scaler=scaler)]
+
+
+HALF: dict[str, Any] = {"fp16": {"module": Joined, "plugins": scaled}}
+
+
 class AdamW(Plain):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -58,21 +67,23 @@ class ZeRO(Plain):
         )
 
 
-def attached(worker: int, joined: bool) -> str:
+def attached(worker: int, joined: bool, scale: float | None = None) -> str:
     """Train by a loop of one's own; return the weights' digest."""
     torch.manual_seed(0)
     module = Joined()
     ddp = DistributedDataParallel(_Loss(module))
     optimizers = parts(module)
     used = [Together(optimizers)] if joined else list(optimizers)
-    handle = attach(ddp, SPARSE, optimizers=used)
+    scaler = GradScaler(DEVICE, init_scale=scale or 1.0, enabled=scale is not None)
+    handle = attach(ddp, SPARSE, optimizers=used, scaler=scaler)
     for index, batch in enumerate(own_batches(worker, 6)):
         for each in used:
             each.zero_grad()
-        ddp(batch, index).backward()
+        scaler.scale(ddp(batch, index)).backward()
         handle.check()
         for each in used:
-            each.step()
+            scaler.step(each)
+        scaler.update()
     handle.close()
     return digest(module)
 
@@ -89,17 +100,21 @@ class _Loss(torch.nn.Module):
 def everything(worker: int) -> dict[str, Any]:
     """As one of two workers."""
     plain = {"compressor": SPARSE}
-    cases = [plain | case for case in CASES.values()]
+    cases = [plain | case for case in (CASES | HALF).values()]
     cases += [plain | {"module": module} for module in (Joined, ByHand, ZeRO, AdamW)]
-    names = (*CASES, "joined", "by hand", "ZeRO", "AdamW")
+    names = (*CASES, *HALF, "joined", "by hand", "ZeRO", "AdamW")
     found = dict(zip(names, real(worker, 2, cases), strict=True))
-    return found | {"attached": [attached(worker, joined) for joined in (True, False)]}
+    ways = [(True, None), (False, None), (True, 64.0), (False, 64.0)]
+    return found | {"attached": [attached(worker, *way) for way in ways]}
 
 
 def test_automatic_manual_simulated_and_attached() -> None:
-    """Each way is the same, bit for bit; so is what ZeRO does with the mean gradients."""
+    """Each way is the same, bit for bit; so is what ZeRO does with the mean gradients.
+
+    A scale that is a power of two changes no bit of float32 gradients.
+    """
     runs = run_in_processes(everything, 2)
-    for name, case in CASES.items():
+    for name, case in (CASES | HALF).items():
         us = simulated(2, {"compressor": SPARSE, **case, "accumulate_grad_batches": 2})
         assert us["steps"] == runs[0][name]["steps"] >= 12
         assert us["digest"] == runs[0][name]["digest"] == runs[1][name]["digest"], name
@@ -110,7 +125,9 @@ def test_automatic_manual_simulated_and_attached() -> None:
     assert len({found for each in runs for found in each["attached"]}) == 1
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(n, marks=pytest.mark.nightly) for n in HALF)]
+)
 def test_it_resumes(name: str, tmp_path: Path) -> None:
     """Within a round of local steps too: moments of both optimizers, and both schedules."""
 
@@ -121,7 +138,12 @@ def test_it_resumes(name: str, tmp_path: Path) -> None:
                 tmp_path / folder, "{epoch}-{step}", save_top_k=-1, save_on_train_epoch_end=True
             ),
         ]
-        case = {"compressor": SPARSE, **CASES[name], "max_epochs": 2, "callbacks": callbacks}
+        case = {
+            "compressor": SPARSE,
+            **(CASES | HALF)[name],
+            "max_epochs": 2,
+            "callbacks": callbacks,
+        }
         return simulated(2, case | {"enable_checkpointing": True} | more)
 
     whole = run("whole")
@@ -177,20 +199,27 @@ class OnShards(Sharded):
         return Together([muon, torch.optim.AdamW(others, lr=0.01)])
 
 
-def on_shards(rank: int, folder: str) -> list[dict[str, Any]]:
+SHARDS: dict[str, Any] = {
+    "hsdp": lambda: hsdp(SPARSE, 2),
+    "fsdp": lambda: fsdp(PerParameter(QSGD(4))),
+}
+
+
+def on_shards(rank: int, kind: str, folder: str) -> list[dict[str, Any]]:
     """Train two epochs at once, and in two parts."""
-    path = str(Path(folder, "half.ckpt"))
+    path, make = str(Path(folder, "half.ckpt")), SHARDS[kind]
     fits = functools.partial(fit_sharded, rank, steps=3, module=OnShards)
     saved = [ModelCheckpoint(folder, "half", save_on_train_epoch_end=True)]
-    whole = fits(hsdp(SPARSE, 2), max_epochs=2)
-    fits(hsdp(SPARSE, 2), max_epochs=1, callbacks=saved)
-    return [whole, fits(hsdp(SPARSE, 2), max_epochs=2, resume=path)]
+    whole = fits(make(), max_epochs=2)
+    fits(make(), max_epochs=1, callbacks=saved)
+    return [whole, fits(make(), max_epochs=2, resume=path)]
 
 
 @needs_four
 @pytest.mark.nightly
-def test_on_shards(tmp_path: Path) -> None:
-    for whole, resumed in run_in_processes(on_shards, RANKS, str(tmp_path), timeout=200):
+@pytest.mark.parametrize("kind", SHARDS)
+def test_on_shards(kind: str, tmp_path: Path) -> None:
+    for whole, resumed in run_in_processes(on_shards, RANKS, kind, str(tmp_path), timeout=200):
         assert whole["steps"] == resumed["steps"] == 6
         for what in ("whole", "memory"):
             assert whole[what].keys() == resumed[what].keys()

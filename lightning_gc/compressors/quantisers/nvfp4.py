@@ -17,11 +17,12 @@ _LARGEST = 448 * 6  # of a scale in e4m3 times an element in e2m1
 
 @dataclass(frozen=True)
 class NVFP4(Minifloat):
-    """Round each element to NVFP4, the 4-bit format with a scale of 8 bits for 16 elements.
+    """Round each element to NVFP4, the 4-bit float of least error, if errors are fed back.
 
     ``C(x)_i = g·s·nearest(x_i / (g·s))``, ``s = e4m3(L / 6g)``, where L is the largest magnitude of
-    the block. The format has 0, 0.5, 1, 1.5, 2, 3, 4, 6. g is the least power of two with which no
-    scale exceeds 448. Ties go to the even code. An element takes 4.5 bits.
+    a block of 16 elements, and s takes 8 bits. The format has 0, 0.5, 1, 1.5, 2, 3, 4, 6. g is the
+    least power of two with which no scale exceeds 448. Ties go to the even code. An element takes
+    4.5 bits.
 
     NVIDIA's g is the tensor's largest magnitude over 2,688. A power of two also fits the format,
     and divides without rounding, so that the error is exact.
