@@ -42,7 +42,7 @@ def gradient(kind: str, shapes: Sequence[Shape], worker: int, step: int) -> Tens
     """Return a flat gradient of one worker, on the CPU.
 
     Args:
-        kind: one of ``KINDS``.
+        kind: one of ``KINDS``, or ``"largest"``, which 16-bit floats round to infinity.
         shapes: of the parameters.
         worker: its index; only worker 0 has numbers that are not finite, in step 1.
         step: number of the step.
@@ -56,6 +56,8 @@ def gradient(kind: str, shapes: Sequence[Shape], worker: int, step: int) -> Tens
         flat *= 1e-39
     elif kind == "huge":
         flat *= 1e30
+    elif kind == "largest":
+        flat = flat.sign() * 3.4e38
     elif kind == "not finite" and worker == 0 and step == 1:
         flat[:: max(1, flat.numel() // 3)] = float("nan")
         flat[1 :: max(2, flat.numel() // 2)] = -float("inf")

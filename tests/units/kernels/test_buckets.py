@@ -72,6 +72,11 @@ def test_memories(compressor: Compressor) -> None:
         assert_same_bits(compressor, "idle", "some", memory=memory)
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_number_that_rounds_to_infinity_leaves_no_error(workers: int) -> None:
+    assert_same_bits(gc.Cast(), "largest", "few", workers=workers)
+
+
 def kept(compressor: Compressor, *, gain: float = 1.0) -> Memory:
     """Return a memory for the compressor; votes leave no error."""
     return ErrorFeedback(0.5, gain=gain) if compressor.traits.conserves else gc.LocalMomentum()
