@@ -14,14 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import QSGD, PerParameter, Together, TopK, attach
+from lightning_gc import PerParameter, Together, TopK, attach
 from lightning_gc.lightning.for_pytorch_lightning import (
     SimulatedDDPStrategy,
     SimulatedLocalStepsStrategy,
 )
 from tests.support.accelerator import DEVICE, needs_four
 from tests.support.fitting import digest, fit, unwarned
-from tests.support.fsdp import fsdp
 from tests.support.hsdp import RANKS, Sharded, fit_sharded, hsdp
 from tests.support.local_steps import local
 from tests.support.models import Plain, own_batches
@@ -125,9 +124,7 @@ def test_automatic_manual_simulated_and_attached() -> None:
     assert len({found for each in runs for found in each["attached"]}) == 1
 
 
-@pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(n, marks=pytest.mark.nightly) for n in HALF)]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_it_resumes(name: str, tmp_path: Path) -> None:
     """Within a round of local steps too: moments of both optimizers, and both schedules."""
 
@@ -138,12 +135,7 @@ def test_it_resumes(name: str, tmp_path: Path) -> None:
                 tmp_path / folder, "{epoch}-{step}", save_top_k=-1, save_on_train_epoch_end=True
             ),
         ]
-        case = {
-            "compressor": SPARSE,
-            **(CASES | HALF)[name],
-            "max_epochs": 2,
-            "callbacks": callbacks,
-        }
+        case = {"compressor": SPARSE, **CASES[name], "max_epochs": 2, "callbacks": callbacks}
         return simulated(2, case | {"enable_checkpointing": True} | more)
 
     whole = run("whole")
@@ -199,27 +191,20 @@ class OnShards(Sharded):
         return Together([muon, torch.optim.AdamW(others, lr=0.01)])
 
 
-SHARDS: dict[str, Any] = {
-    "hsdp": lambda: hsdp(SPARSE, 2),
-    "fsdp": lambda: fsdp(PerParameter(QSGD(4))),
-}
-
-
-def on_shards(rank: int, kind: str, folder: str) -> list[dict[str, Any]]:
+def on_shards(rank: int, folder: str) -> list[dict[str, Any]]:
     """Train two epochs at once, and in two parts."""
-    path, make = str(Path(folder, "half.ckpt")), SHARDS[kind]
+    path = str(Path(folder, "half.ckpt"))
     fits = functools.partial(fit_sharded, rank, steps=3, module=OnShards)
     saved = [ModelCheckpoint(folder, "half", save_on_train_epoch_end=True)]
-    whole = fits(make(), max_epochs=2)
-    fits(make(), max_epochs=1, callbacks=saved)
-    return [whole, fits(make(), max_epochs=2, resume=path)]
+    whole = fits(hsdp(SPARSE, 2), max_epochs=2)
+    fits(hsdp(SPARSE, 2), max_epochs=1, callbacks=saved)
+    return [whole, fits(hsdp(SPARSE, 2), max_epochs=2, resume=path)]
 
 
 @needs_four
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", SHARDS)
-def test_on_shards(kind: str, tmp_path: Path) -> None:
-    for whole, resumed in run_in_processes(on_shards, RANKS, kind, str(tmp_path), timeout=200):
+def test_on_shards(tmp_path: Path) -> None:
+    for whole, resumed in run_in_processes(on_shards, RANKS, str(tmp_path), timeout=200):
         assert whole["steps"] == resumed["steps"] == 6
         for what in ("whole", "memory"):
             assert whole[what].keys() == resumed[what].keys()
