@@ -302,7 +302,7 @@ def _mean(runs: list[Row]) -> str:
 
 
 def _write(name: str, text: str) -> None:
-    (frame.IMAGES.parent / "tables" / f"{name}.md").write_text(text)
+    (frame.IMAGES.parent / "tables" / "measured" / f"{name}.md").write_text(text)
 
 
 def claims(rows: list[Row]) -> list[Claim]:

@@ -24,14 +24,14 @@ def test_deviations_are_on_the_pages_of_measurements_only() -> None:
     assert [p.name for p in pages if "±" in p.read_text() and p.name not in allowed] == []
 
 
-def test_the_method_called_fastest_is_fastest() -> None:
+def test_the_method_called_nearly_fastest_is() -> None:
     """On slow links, of all methods in the newest measurement of two workers and the LSTM."""
     text = (DOCS / "choosing-a-compressor.md").read_text()
     (row,) = [line for line in text.splitlines() if "fastest method" in line]
     name = row.split("|")[2].strip(" `")
-    assert "fastest method of all those measured at 100 Mbit/s and 1 Gbit/s" in row
+    assert "at most 1.1 times as long as the fastest method measured at 100 Mbit/s" in row
     newest = max((ROOT / "benchmarks" / "results").glob("network_*.json"))
     for part in json.loads(newest.read_text()):
         if (part["workers"], part["model"]) == (2, "lstm8") and part["link"] != "10 Gbit/s":
             rows = {n: r["seconds"] for n, r in part["rows"].items() if n != "no synchronisation"}
-            assert min(rows, key=lambda n: rows[n]) == name, part["link"]
+            assert rows[name] <= 1.1 * min(rows.values()), part["link"]

@@ -36,7 +36,7 @@ FAMILIES = {
     "low_rank": {"before": "*fp32", "most": "fp32"},
     "sparse": {"before": "*i32", "positions": "*i32", "tiles": "i32"},
     "chunks": {"positions": "*i32"},
-    "blocks": {"numbers": "*fp32", "positions": "*i32"},
+    "blocks": {"numbers": "*fp32", "positions": "*i32", "parts": "*i64"},
 }
 """Types of arguments that mean something else in other families."""
 BLOCKS = [(0, 2, 0, True), (0, 4, 0, False), (1, 8, 0, False), (2, 8, 7, False), (2, 4, 3, True)]
@@ -112,7 +112,14 @@ KERNELS = [
         (
             "blocks",
             "round_blocks",
-            {"ADD": not chosen, "KEEP": True, "GUARDED": True, "CHOSEN": chosen, "KIND": kind}
+            {
+                "ADD": not chosen,
+                "KEEP": True,
+                "GUARDED": True,
+                "CHOSEN": chosen,
+                "KIND": kind,
+                "MEAN": False,
+            }
             | {"BITS": bits, "STEPS": steps, "LEVELS": 9, "SIGMAS": 6, "TILE": 2048},
         )
         for kind, bits, steps, chosen in BLOCKS
@@ -121,7 +128,14 @@ KERNELS = [
         (
             "blocks",
             "average_blocks",
-            {"KIND": kind, "BITS": bits, "STEPS": steps, "LEVELS": 9, "TILE": 2048},
+            {
+                "MEAN": kind == 0,
+                "KIND": kind,
+                "BITS": bits,
+                "STEPS": steps,
+                "LEVELS": 9,
+                "TILE": 2048,
+            },
         )
         for kind, bits, steps, _ in BLOCKS
     ),
