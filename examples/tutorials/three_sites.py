@@ -39,7 +39,7 @@ class Site(Characters):
         return super().training_step([self.rows[chosen]], batch_idx)
 
     def train_dataloader(self) -> Any:
-        """Return empty batches, in place of which the site draws its own."""
+        """Return empty batches. The site draws others in their place."""
         return DataLoader(torch.zeros(10_000, CONTEXT), 1)  # type: ignore[arg-type]
 
 

@@ -294,7 +294,7 @@ class StepCount:
 
 
 _SCHEDULED = "_wrapped_by_lr_sched"
-"""What torch's schedulers set on an optimizer's ``step``."""
+"""Torch's schedulers set this attribute on an optimizer's ``step``."""
 
 
 class LocalSteps(AttachedRounds):
@@ -345,7 +345,7 @@ class LocalSteps(AttachedRounds):
             from the model's device; a model that is wrapped in DDP, is in shards, or synchronises
             batch norms; an optimizer of other parameters, or one that communicates.
         RuntimeError: in a step, weights that were loaded after this was made; a parameter that was
-            unfrozen or replaced; a step while the common weights are shown; a step of an elastic
+            unfrozen or replaced. A step while the common weights are shown, or of an elastic
             worker outside of ``until``.
         PeerError: in a step, an exchange has failed.
 

@@ -34,7 +34,7 @@ def compiled(tensor: Tensor, family: str) -> bool:
     """Return whether numba's kernels are used for ``tensor``, ``(numel,)``.
 
     They are used for float32 on the host if numba can be imported (the extra ``fast`` installs it)
-    and the family's kernels give torch's bits in a self-test; those of low rank give them up to
+    and the family's kernels give torch's bits in a self-test. Kernels of low rank give them up to
     rounding. If one fails, torch is used and a warning is given.
 
     Args:

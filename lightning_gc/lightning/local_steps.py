@@ -397,7 +397,7 @@ class LocalSteps(LocalHooks, RealWorker):
             each worker keeps its own.
         elastic: where workers meet that may die, leave and join. Each is then a separate job,
             with ``Trainer(devices=1, num_nodes=1, max_steps=...)``.
-        island: N, consecutive ranks that train as one worker, such as those of a node. They
+        island: N, the number of consecutive ranks that train as one worker, such as a node's. They
             average their gradients in each step, by ``DistributedDataParallel``. All workers have
             N processes. With ``elastic`` each job has N.
         ddp_kwargs: as for Lightning's ``DDPStrategy``: ``start_method``,

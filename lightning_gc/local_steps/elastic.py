@@ -322,7 +322,7 @@ class ElasticExchange:
                 return done
 
     def _next(self, limit: float, what: str) -> str:
-        """Return the next entry of the log as text, empty if there is none yet."""
+        """Return the next entry of the log as text, empty if the log has no new one."""
         assert self._line is not None
         if time.monotonic() > limit:
             raise RuntimeError(
@@ -574,7 +574,7 @@ class ElasticExchange:
         group, _ = _new_process_group_helper(
             size, rank, [], backend, store, group_name=GroupName(name), timeout=timeout
         )
-        # Rank 0 of its own job takes the place of ``rank`` in the group.
+        # A job's rank 0 is ``rank`` in the group.
         places = {0: rank, rank: 0}
         _world.pg_group_ranks[group] = dict(
             sorted(((other, places.get(other, other)) for other in range(size)), key=lambda p: p[1])

@@ -1,4 +1,4 @@
-"""Elastic workers of a tiny model, each in processes of its own, and the replay of their roll."""
+"""Elastic workers of a tiny model in separate processes, and the replay of their roll."""
 
 from __future__ import annotations
 

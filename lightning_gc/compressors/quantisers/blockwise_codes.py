@@ -326,9 +326,6 @@ class JointLevels(JointCodec):
         kernels = self._table(buffer.device, bucket.workers)
         return Shards(row, self.elements(bucket.numel), kernels, bucket, buffer)
 
-    def in_rows(self, buffer: Tensor) -> bool:
-        return self._compiled(buffer)
-
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if self._in_kernels(buffer):
             (payload,) = self._table(buffer.device, 1).encode(buffer, bucket)

@@ -471,7 +471,7 @@ class Table:
     ) -> None:
         """Write means of so many payloads together, one after the other; or of a shard, as a row.
 
-        Payloads of all shards are no summands.
+        Payloads of different shards are not added.
         """
         codes, codes_apart = evenly([payload[0] for payload in payloads])
         end = len(self.fields)
