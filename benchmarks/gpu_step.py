@@ -4,6 +4,7 @@ One worker trains GPT-2 (124 M parameters) over NCCL, in bfloat16 by autocast, w
 worker nothing travels, but everything is compressed, sent to itself and decoded: what a step takes
 longer than without synchronisation is what a network must save. More workers add the decoding of
 what they send where a method gathers payloads. Methods take turns; the medians of steps are shown.
+One more turn of each method runs under torch's profiler, which tells what the GPU is busy with.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 
 import dated_page
 import torch
-from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import lightning_gc as gc
@@ -79,7 +81,66 @@ def strategy(method: str) -> Any:
     return baseline_strategy(method, "nccl")
 
 
-def turn(method: str, batch: int, steps: int) -> tuple[list[float], float]:
+class Busy(Callback):
+    """Traces some steps after the first ones.
+
+    Args:
+        steps: that are traced.
+
+    Attributes:
+        launches: operations of the GPU in a step: kernels, copies and fills.
+        milliseconds: of a step in which the GPU works, operations side by side counted once.
+        each: by the name of an operation, its milliseconds in a step.
+    """
+
+    def __init__(self, steps: int = 3) -> None:
+        self.steps = steps
+        self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Start after the first steps."""
+        if trainer.global_step == WARMUP_STEPS:
+            torch.cuda.synchronize()
+            self.profiler.start()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Stop after the last of the traced steps, and add up."""
+        if trainer.global_step != WARMUP_STEPS + self.steps:
+            return
+        torch.cuda.synchronize()
+        self.profiler.stop()
+        events = [
+            event
+            for event in self.profiler.events()
+            if event.device_type.name == "CUDA" and not event.is_user_annotation
+        ]
+        spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+        busy, until = 0.0, 0.0
+        for start, end in spans:
+            busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
+        self.launches, self.milliseconds = len(events) / self.steps, busy / self.steps / 1e3
+        sums: dict[str, list[float]] = {}
+        for event in events:
+            sums.setdefault(event.name, []).append(event.time_range.elapsed_us())
+        self.each = {name: sum(found) / self.steps / 1e3 for name, found in sums.items()}
+
+    def beside(self, base: Busy, most: int = 6) -> str:
+        """Name the operations that take longer than in ``base``, with their milliseconds."""
+        more = {name: each - base.each.get(name, 0.0) for name, each in self.each.items()}
+        longest = sorted(more.items(), key=lambda item: -item[1])[:most]
+        return ", ".join(f"{_short(name)} {ms:.2f}" for name, ms in longest if ms >= 0.05)
+
+
+def _short(name: str) -> str:
+    """Return a kernel's name without its types and arguments."""
+    for word in ("at::native::", "(anonymous namespace)::", "void "):
+        name = name.replace(word, "")
+    return name.split("<", 1)[0].split("(", 1)[0][:60]
+
+
+def turn(
+    method: str, batch: int, steps: int, busy: Busy | None = None
+) -> tuple[list[float], float]:
     """Train from the same weights; return seconds of each measured step, and GiB at most."""
     torch.manual_seed(0)
     torch.cuda.reset_peak_memory_stats()
@@ -90,7 +151,7 @@ def turn(method: str, batch: int, steps: int) -> tuple[list[float], float]:
         strategy=strategy(method),
         precision="bf16-mixed",
         max_steps=WARMUP_STEPS + steps,
-        callbacks=[clock],
+        callbacks=[clock, *([busy] if busy else [])],
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
@@ -121,6 +182,10 @@ def main() -> None:
         parser.error("this needs a GPU; on the CPU there is engine_step.py.")
     torch.set_float32_matmul_precision("high")
     seconds: dict[str, list[float]] = {name: [] for name in options.methods}
+    traced = {name: Busy() for name in options.methods}
+    for name, busy in traced.items():  # this compiles kernels, too
+        turn(name, options.batch, busy.steps, busy)
+        sys.stderr.write(f"{name}: {busy.launches:.0f} operations, {busy.milliseconds:.1f} ms\n")
     most: dict[str, float] = {}
     for number in range(options.rounds):
         for name in options.methods:
@@ -129,13 +194,18 @@ def main() -> None:
             middle = 1e3 * statistics.median(found)
             sys.stderr.write(f"{number + 1}/{options.rounds} {name}: {middle:.1f} ms\n")
     middles = {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
-    base, dense = middles.get(NONE), most.get(PLAIN)
-    rows = []
+    base, dense, idle = middles.get(NONE), most.get(PLAIN), traced.get(NONE)
+    rows, longest = list[list[str]](), list[list[str]]()
     for name, middle in middles.items():
         more = f"{middle - base:+.1f}" if base is not None else ""
         apart = f"{most[name] - dense:+.2f}" if dense is not None else ""
-        rows.append([name, f"{middle:.1f}", more, f"{most[name]:.2f}", apart])
-    head = ("method", "ms a step", f"beside {NONE}", "GiB", f"beside {PLAIN}")
+        busy = traced[name]
+        work = [f"{busy.launches:.0f}", f"{busy.milliseconds:.1f}"]
+        rows.append([name, f"{middle:.1f}", more, *work, f"{most[name]:.2f}", apart])
+        if idle is not None:
+            longest.append([name, busy.beside(idle)])
+    head = ["method", "ms a step", f"beside {NONE}", "operations", "ms busy"]
+    head += ["GiB", f"beside {PLAIN}"]
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     versions = f"torch {version('torch')}, NCCL {nccl}, Lightning {version('pytorch-lightning')}"
     text = f"""{dated_page.title("What compression costs a GPU")}
@@ -143,9 +213,13 @@ def main() -> None:
 `python benchmarks/gpu_step.py --batch {options.batch}` on one {torch.cuda.get_device_name()} with
 {versions}: GPT-2, {options.batch} texts of 1,024 words a step, bfloat16 by autocast, AdamW; medians
 of {options.rounds} turns of {options.steps} steps. One worker: everything is compressed and
-decoded, nothing travels.
+decoded, nothing travels. Operations of the GPU in a step, and the milliseconds in which at least
+one runs, are from torch's profiler, in a run of their own.
 
-{markdown(head, rows, left=("method",))}"""
+{markdown(head, rows, left=("method",))}
+Operations that take longer than in {NONE!r}, in milliseconds of a step:
+
+{markdown(("method", "operations"), longest, left=("method", "operations"))}"""
     sys.stdout.write(text)
     dated_page.write(options.out, "gpu_step", text)
 

@@ -48,6 +48,18 @@ class Segments:
         """Parameter, first element and end of each piece, ``(3, m)`` int32, on the device."""
         return pieces_of(self.spans, self.device)
 
+    def elementwise(self, values: Tensor) -> Tensor:
+        """Return each parameter's value for each of its elements, ``(numel,)``, on the device.
+
+        It repeats a value per piece. A GPU repeats values side by side, but each one slowly.
+
+        Args:
+            values: ``(n,)``, on the device.
+        """
+        index, first, stop = self.pieces
+        numel = self.spans[-1].stop if self.spans else 0
+        return values[index.long()].repeat_interleave(stop - first, output_size=numel)
+
 
 def pieces_of(spans: Sequence[slice], device: torch.device, size: int = PIECE) -> Tensor:
     """Cut spans into pieces of at most ``size`` elements.

@@ -93,7 +93,7 @@ class Idle:
                     part.zero_()
         else:
             idle = self._peaks == 0
-            mask = idle.repeat_interleave(self._segments.lengths, output_size=source.numel())
+            mask = self._segments.elementwise(idle)
             if how == "add":
                 target.add_(source.masked_fill(~mask, 0).nan_to_num_(0.0, 0.0, 0.0))
                 return

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.core.segments import PIECE, pieces_of
+from lightning_gc.core.segments import pieces_of
 
 Rule = Literal["largest", "sampled", "reaching", "chunks"]
 
+PIECE = 1 << 14
+"""Elements of a part that one program of a GPU reads at most: a bucket has enough to fill it."""
 _TILE = 1 << 11
 MOST_IN_CHUNK = 1 << 13
 """Elements of a chunk that a program of a GPU can keep in registers."""
@@ -89,7 +91,8 @@ class Selection:
         """
 
         def made(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-            pieces = pieces_of([slice(row.start, row.stop) for row in self.rows], device)
+            spans = [slice(row.start, row.stop) for row in self.rows]
+            pieces = pieces_of(spans, device, PIECE)
             counts = [-(-(row.stop - row.start) // PIECE) for row in self.rows]
             first = itertools.accumulate(counts[:-1], initial=0)
             before = itertools.accumulate((row.number for row in self.rows[:-1]), initial=0)

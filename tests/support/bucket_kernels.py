@@ -14,11 +14,12 @@ from torch import Tensor
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseLevels
+from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import random_sparsifier
 from lightning_gc.core import Bucket, Payload
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import by_default
-from lightning_gc.kernels import quantise
+from lightning_gc.kernels import quantise, signs
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.simulated import Simulated
@@ -95,13 +96,22 @@ def _levels(codec: BlockwiseLevels, buffer: Tensor, bucket: Bucket) -> Payload:
     return quantise.quantise_reference(buffer, norms, size, codec.bits, noise), norms
 
 
+def _mean(numbers: Tensor, count: int | Tensor) -> Tensor:
+    """Return a mean of signs' magnitudes, added in the order of the kernels."""
+    empty = numbers.new_zeros((), dtype=torch.float32)
+    return signs.by_torch(numbers, signs.share_of(int(count))) if numbers.numel() else empty
+
+
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     """Let torch compute what kernels do otherwise, and numba nothing.
 
-    Where kernels draw random numbers, torch is given the same.
+    Where kernels draw random numbers, torch is given the same. On a GPU, where torch adds in an
+    order of its own, it is given the kernels' order.
     """
     with contextlib.ExitStack() as stack:
+        if DEVICE == "cuda":
+            stack.enter_context(mock.patch.object(sign_payload, "mean", _mean))
         if INTERPRETED or DEVICE == "cuda":  # numba draws the numbers of the host
             stack.enter_context(mock.patch.object(BlockwiseLevels, "encode", _levels))
         for module in [m for n, m in sys.modules.items() if n.startswith("lightning_gc.")]:

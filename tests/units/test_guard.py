@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, Reply, Request
-from lightning_gc.core.segments import Segments
+from lightning_gc.core.segments import PIECE, Segments
 from lightning_gc.engine.error_buffers import Layouts
 from lightning_gc.engine.guard import Guard
 from lightning_gc.kernels.segments import Idle, Move
@@ -34,6 +34,16 @@ def answers(guard: Guard, flag: float, request: Request) -> None:
     reply: Reply = damaged if isinstance(asked, Mean) else [damaged]
     with pytest.raises(StopIteration):
         flow.send(reply)
+
+
+def test_a_value_for_each_element_of_a_parameter() -> None:
+    """Also of one that has several pieces."""
+    lengths = [3, 1, 2 * PIECE + 17, 40]
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    spans = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    values = torch.tensor([True, False, True, False])
+    found = Segments(spans, torch.device("cpu")).elementwise(values)
+    assert torch.equal(found, values.repeat_interleave(torch.tensor(lengths)))
 
 
 @pytest.mark.parametrize("request_kind", [Mean, Gather])

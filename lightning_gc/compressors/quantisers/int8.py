@@ -72,7 +72,8 @@ class Int8(Blockwise8Bit):
 
     def values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
         low, high = (number.view(-1, 1) for number in numbers)
-        share = codes.float().div_(_STEPS)
+        # By a tensor: a GPU would multiply by the rounded 1/255 if it were a Python number.
+        share = codes.float().div_(low.new_full((), _STEPS))
         # Not above either end, where rounding would make the largest number of all infinite.
         return ((1 - share).mul_(low)).add_(share.mul_(high)).clamp_(low, high)
 

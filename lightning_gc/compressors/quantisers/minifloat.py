@@ -69,7 +69,9 @@ def _table(mantissa: int, top: int, sign: int, units: int, device: torch.device)
     """
     code = torch.arange(sign, device=device)
     places = ((code >> mantissa) - 1).clamp_(min=0)
-    numbers = (code - (places << mantissa) << places).float() / units
+    numbers = (code - (places << mantissa) << places).float()
+    # By a tensor: a GPU would multiply by the rounded 1/units if it were a Python number.
+    numbers /= numbers.new_full((), units)
     numbers[top + 1 :] = torch.nan
     return torch.cat([numbers, -numbers])
 

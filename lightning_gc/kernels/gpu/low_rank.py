@@ -502,25 +502,34 @@ def _partial(buffer: Tensor, tiles: Tiles, pending: Pending | None) -> tuple[Ten
 
 
 def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield results of all kernels for ``numbers``, ``(1000,)``, beside torch's."""
+    """Yield results of all kernels for ``numbers``, ``(1000,)``, beside torch's.
+
+    Torch's are float64: the user may have chosen TensorFloat-32 for float32's matrix products.
+    """
     factors = Factors([0, 500], [(20, 25), (4, 125)], 2, [0, 1], wide=32, tall=16)
     pending, left, out = sample(numbers), numbers.clone(), torch.empty_like(numbers)
     x = 0.5 * numbers + numbers.flip(0)
     draw = torch.linspace(0, 50, factors.right, dtype=torch.float32, device=numbers.device).sin()
     q = orthonormal(draw, factors, Side.RIGHT)
-    m, first, second = x[:500].view(20, 25), q[:50].view(2, 25), q[50:].view(2, 125)
-    yield first @ first.t(), torch.eye(2, dtype=torch.float32, device=numbers.device)
-    yield second @ second.t(), torch.eye(2, dtype=torch.float32, device=numbers.device)
+    m, first, second = (
+        each.view(rows, -1).double() for each, rows in ((x[:500], 20), (q[:50], 2), (q[50:], 2))
+    )
+    for basis in (first, second):
+        yield (basis @ basis.t()).float(), torch.eye(2, device=numbers.device).float()
     (sent,) = project(left, q, factors, pending)
     yield left, x
-    yield sent, torch.cat([(m @ first.t()).view(-1), torch.zeros_like(sent[40:])])
+    yield sent, torch.cat([(m @ first.t()).float().view(-1), torch.zeros_like(sent[40:])])
     p = orthonormal(sent, factors, Side.LEFT)
-    mine = p[:40].view(2, 20)
+    mine = p[:40].view(2, 20).double()
     back = project_back(left, p, factors, pending)
-    yield back, torch.cat([(mine @ m).view(-1), torch.zeros_like(back[50:])])
+    yield back, torch.cat([(mine @ m).float().view(-1), torch.zeros_like(back[50:])])
     kept = apply(left, out, p, back, q, factors, pending)
-    yield kept, torch.cat([back[:50].view(2, 25).t().reshape(-1), second.t().reshape(-1)])
-    product = torch.cat([(mine.t() @ back[:50].view(2, 25)).view(-1), torch.zeros_like(x[500:])])
+    yield (
+        kept,
+        torch.cat([back[:50].view(2, 25).t().reshape(-1), q[50:].view(2, -1).t().reshape(-1)]),
+    )
+    known = (mine.t() @ back[:50].view(2, 25).double()).float().view(-1)
+    product = torch.cat([known, torch.zeros_like(x[500:])])
     yield out, product
     yield left, x - product
 

@@ -1,8 +1,11 @@
 """Triton kernels that select elements of a whole bucket, code their positions and add them.
 
 A magnitude is ordered like its 31 bits. The k-th largest of each part is found by histograms of
-the first 11 bits, of the next 11 among those with the same first bits, and of the last 9. All
+the first 9 bits, of the next 11 among those with the same first bits, and of the last 11. All
 parts are read at once, and no number is read on the host.
+
+Few elements share the first bits, so the GPU's memory counts them. A program counts all of the
+first digits itself, which takes time in proportion to their values.
 
 Reference:
     Alabi et al., "Fast k-Selection Algorithms for Graphics Processing Units", JEA 2012.
@@ -26,10 +29,10 @@ from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, laun
 from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, given, sample
 from lightning_gc.kernels.sparse import CORRECTIONS, FACTOR, Row, Selection
 
-BINS = 2048
-"""Values of the first 11 bits of a magnitude, and of the next 11."""
-LAST = 512
-"""Values of the last 9 bits."""
+FIRST, BINS = 512, 2048
+"""Values of the first 9 bits of a magnitude, and of the next 11 and the last 11."""
+WIDE = {"ROW": 4096, "num_warps": 8}
+"""A program's elements at a time where it counts all of them."""
 FOLD = 256
 """Numbers of pieces or tiles that a program adds at a time."""
 GROUPS = 128
@@ -81,6 +84,18 @@ def digit_of(counts, wanted, SIZE: tl.constexpr):
     hit = (above < wanted) & (above + counts >= wanted)
     digit = tl.sum(tl.where(hit, tl.arange(0, SIZE), 0), axis=0)
     return digit, wanted - tl.sum(tl.where(hit, above, 0), axis=0)
+
+
+@triton.jit
+def count_digits(counts, digit, valid, SIZE: tl.constexpr):
+    """Add to ``counts`` how often each digit occurs among the valid ones."""
+    most = tl.max(tl.where(valid, digit, -1), axis=0)
+    if most >= 0:
+        # Many equal numbers, such as zeros, would have to wait for one another.
+        if tl.min(tl.where(valid, digit, SIZE), axis=0) == most:
+            tl.atomic_add(counts + most, tl.sum(tl.where(valid, 1, 0), axis=0), sem="relaxed")
+        else:
+            tl.atomic_add(counts + digit, tl.where(valid, 1, 0), mask=valid, sem="relaxed")
 
 
 @triton.jit
@@ -167,13 +182,13 @@ def first_digit(
     ADD: tl.constexpr,
     GUARDED: tl.constexpr,
     SAMPLED: tl.constexpr,
-    BINS: tl.constexpr,
+    FIRST: tl.constexpr,
     ROW: tl.constexpr,
 ):
     """Add the gradient, and count the first digits and how many reach each threshold."""
     part, at, stop = piece_of(pieces, count, tl.program_id(0))
     idle = is_idle(peaks, table, parts, part, GUARDED)
-    counts = tl.zeros([BINS], tl.int32)
+    counts = tl.zeros([FIRST], tl.int32)
     if SAMPLED:
         limit0 = lowered(thresholds + part, 1.0)
         limit1 = lowered(thresholds + part, factor1)
@@ -193,7 +208,7 @@ def first_digit(
             kept = tl.where(is_finite(x), x, tl.where(idle, 0.0, x))
             tl.store(buffer + here, kept, mask=inside)
         bits = tl.where(idle, 0, magnitude_bits(x))
-        counts += bins(bits >> 20, inside, BINS)
+        counts += bins(bits >> 22, inside, FIRST)
         if SAMPLED:
             reach0 += tl.where(inside & (bits >= limit0), 1, 0)
             reach1 += tl.where(inside & (bits >= limit1), 1, 0)
@@ -201,7 +216,7 @@ def first_digit(
             reach3 += tl.where(inside & (bits >= limit3), 1, 0)
             reach4 += tl.where(inside & (bits >= limit4), 1, 0)
         at += ROW
-    tl.atomic_add(histogram + part * BINS + tl.arange(0, BINS), counts, mask=counts > 0)
+    tl.atomic_add(histogram + part * FIRST + tl.arange(0, FIRST), counts, mask=counts > 0)
     if SAMPLED:
         tl.atomic_add(reached + part, tl.sum(reach0, axis=0))
         tl.atomic_add(reached + parts + part, tl.sum(reach1, axis=0))
@@ -228,7 +243,7 @@ def next_digit(
     SAMPLED: tl.constexpr,
     THIRD: tl.constexpr,
     BINS: tl.constexpr,
-    NEXT: tl.constexpr,
+    FIRST: tl.constexpr,
     ROW: tl.constexpr,
 ):
     """Count the next digits of elements that share the digits of the k-th largest so far.
@@ -238,12 +253,13 @@ def next_digit(
     """
     part, at, stop = piece_of(pieces, count, tl.program_id(0))
     idle = is_idle(peaks, table, parts, part, GUARDED)
-    counts = tl.load(histogram + part * BINS + tl.arange(0, BINS))
     if THIRD:
+        counts = tl.load(histogram + part * BINS + tl.arange(0, BINS))
         wanted = tl.load(before + parts + part)
         digit, left = digit_of(counts, wanted, BINS)
         prefix = (tl.load(before + part) << 11) | digit
     else:
+        counts = tl.load(histogram + part * FIRST + tl.arange(0, FIRST))
         wanted = column(table, 3, parts, part)
         if SAMPLED:
             least = column(table, 6, parts, part)
@@ -253,23 +269,22 @@ def next_digit(
                 found = tl.where(found < least, more, found)
             wanted = tl.minimum(wanted, found)
             tl.store(numbers + part, wanted)
-        prefix, left = digit_of(counts, wanted, BINS)
+        prefix, left = digit_of(counts, wanted, FIRST)
         if SAMPLED:
-            prefix = tl.where(wanted > 0, prefix, 2047)  # none has it, and none is sent
+            prefix = tl.where(wanted > 0, prefix, FIRST)  # none has it, and none is sent
     tl.store(after + part, prefix)
     tl.store(after + parts + part, left)
-    counts = tl.zeros([NEXT], tl.int32)
     while at < stop:
         here = at + tl.arange(0, ROW)
         inside = here < stop
         x = tl.load(buffer + here, mask=inside, other=0.0)
         bits = tl.where(idle, 0, magnitude_bits(x))
         if THIRD:
-            counts += bins(bits & 511, inside & ((bits >> 9) == prefix), NEXT)
+            known, following = bits >> 11, bits & (BINS - 1)
         else:
-            counts += bins((bits >> 9) & 2047, inside & ((bits >> 20) == prefix), NEXT)
+            known, following = bits >> 22, (bits >> 11) & (BINS - 1)
+        count_digits(finer + part * BINS, following, inside & (known == prefix), BINS)
         at += ROW
-    tl.atomic_add(finer + part * NEXT + tl.arange(0, NEXT), counts, mask=counts > 0)
 
 
 @kernel()
@@ -291,16 +306,16 @@ def count_pieces(
     sent_flag,
     GUARDED: tl.constexpr,
     SAMPLED: tl.constexpr,
-    LAST: tl.constexpr,
+    BINS: tl.constexpr,
     ROW: tl.constexpr,
 ):
     """Count elements above the k-th largest and equal to it; store it, and how many are needed."""
     piece = tl.program_id(0)
     part, at, stop = piece_of(pieces, count, piece)
     idle = is_idle(peaks, table, parts, part, GUARDED)
-    counts = tl.load(histogram + part * LAST + tl.arange(0, LAST))
-    digit, needed = digit_of(counts, tl.load(before + parts + part), LAST)
-    limit = (tl.load(before + part) << 9) | digit
+    counts = tl.load(histogram + part * BINS + tl.arange(0, BINS))
+    digit, needed = digit_of(counts, tl.load(before + parts + part), BINS)
+    limit = (tl.load(before + part) << 11) | digit
     if SAMPLED:
         number = tl.load(numbers + part)
         limit = tl.where(number > 0, limit, 0x7FFFFFFF)
@@ -803,7 +818,7 @@ class _Work:
         if selection.rule in ("sampled", "reaching"):
             sizes += [self.parts]
         if selection.rule in ("sampled", "largest"):
-            sizes += [self.parts * size for size in (BINS, BINS, LAST, CORRECTIONS + 1)]
+            sizes += [self.parts * size for size in (FIRST, BINS, BINS, CORRECTIONS + 1)]
         words = sum(sizes)
         zeros = buffer.new_zeros(words, dtype=torch.int32) if pending is None else None
         work = pending.work.take(words) if zeros is None and pending else zeros
@@ -859,15 +874,16 @@ def _count(work: _Work, step: int) -> None:
         *(*work.addition, *work.places, first, thresholds, reached),
         *(FACTOR**i for i in range(1, CORRECTIONS + 1)),
         ADD=work.add,
+        GUARDED=work.guarded,
         SAMPLED=work.sampled,
-        BINS=BINS,
-        **guarded,
+        FIRST=FIRST,
+        **WIDE,
     )
     digits = work.buffer.new_empty(4 * work.parts, dtype=torch.int32)
     one, two = digits.split(2 * work.parts)
     read = work.buffer, work.peaks, *work.places
-    steps = ((first, second, one, one, False, BINS), (second, third, one, two, True, LAST))
-    for histogram, finer, before, after, is_third, size in steps:
+    steps = ((first, second, one, one, False), (second, third, one, two, True))
+    for histogram, finer, before, after, is_third in steps:
         launch(
             next_digit,
             grid,
@@ -875,7 +891,7 @@ def _count(work: _Work, step: int) -> None:
             SAMPLED=work.sampled,
             THIRD=is_third,
             BINS=BINS,
-            NEXT=size,
+            FIRST=FIRST,
             **guarded,
         )
     launch(
@@ -883,7 +899,7 @@ def _count(work: _Work, step: int) -> None:
         grid,
         *(*read, third, two, *ends),
         SAMPLED=work.sampled,
-        LAST=LAST,
+        BINS=BINS,
         **guarded,
     )
 
@@ -993,8 +1009,9 @@ def move(
     if it is not fixed.
     """
     work = _Work(buffer, selection, None)
-    _count(work, step)
-    number = selection.most if selection.rule == "largest" else int(work.head[0])
+    if selection.rule != "chunks":
+        _count(work, step)
+    number = selection.most if selection.rule in ("largest", "chunks") else int(work.head[0])
     fields = [(dtype, number), (torch.uint8, elias_fano.coded_bytes(number, buffer.numel()))]
     payload = reserve(fields, buffer.device)
     values, coded = payload

@@ -94,6 +94,18 @@ def test_shards(compressor: Compressor, kind: str) -> None:
         assert_same_bits(compressor, kind, "few", workers=3, memory=memory, scheme=gc.TwoShot())
 
 
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        *(gc.TopK(0.05), gc.TopK(0.05, selection="sampled"), gc.HardThreshold(1.0)),
+        *(gc.ChunkedTopK(0.1, 64), gc.ChunkedTopK(0.3, 7)),
+    ],
+    ids=repr,
+)
+def test_sparse_reduce(compressor: Compressor) -> None:
+    assert_same_bits(compressor, "idle", "few", workers=3, scheme=gc.SparseReduce())
+
+
 @methods
 @pytest.mark.parametrize("workers", [2, 3])
 def test_with_uncompressed_parameters(compressor: Compressor, workers: int) -> None:

@@ -77,13 +77,13 @@ KERNELS = [
     ("segments", "zero_non_finite", {"BLOCK": 2048}),
     ("sparse", "sample_thresholds", {"ADD": True, "GUARDED": True, "BINS": 2048, "ROW": 1024}),
     *(
-        ("sparse", name, {**constants, "GUARDED": True, "SAMPLED": sampled, "ROW": 1024})
+        ("sparse", name, {"ROW": 1024, **constants, "GUARDED": True, "SAMPLED": sampled})
         for sampled in (True, False)
         for name, constants in (
-            ("first_digit", {"ADD": True, "BINS": 2048}),
-            ("next_digit", {"THIRD": False, "BINS": 2048, "NEXT": 2048}),
-            ("next_digit", {"THIRD": True, "BINS": 2048, "NEXT": 512}),
-            ("count_pieces", {"LAST": 512}),
+            ("first_digit", {"ADD": True, "FIRST": 512, "ROW": 4096}),
+            ("next_digit", {"THIRD": False, "BINS": 2048, "FIRST": 512}),
+            ("next_digit", {"THIRD": True, "BINS": 2048, "FIRST": 512}),
+            ("count_pieces", {"BINS": 2048}),
         )
     ),
     ("sparse", "count_reaching", {"ADD": True, "GUARDED": True, "ROW": 1024}),

@@ -66,6 +66,21 @@ def test_all_are_right() -> None:
     self_test(torch.device(DEVICE))
 
 
+def test_all_are_right_if_torch_multiplies_matrices_roughly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU after ``torch.set_float32_matmul_precision("high")``."""
+    exact = torch.Tensor.__matmul__
+
+    def roughly(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if a.dtype != torch.float32:
+            return exact(a, b)
+        return exact(a.bfloat16().float(), b.bfloat16().float())
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", roughly)
+    self_test(torch.device(DEVICE))
+
+
 @pytest.mark.parametrize(("operation", "family", "kernel"), KERNELS)
 @pytest.mark.parametrize("fails", [DoesNotCompile, DoesNothing])
 def test_one_that_fails_is_found(
