@@ -1,6 +1,7 @@
 """All kernel tests pass in Triton's interpreter, and torch takes over where kernels fail."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -46,11 +47,21 @@ def test_launches_in_the_interpreter() -> None:
     interpreted("tests/contracts/test_launches.py")
 
 
+KERNELS = Path("tests/units/kernels")
+ELSEWHERE = {"compiled_before_the_first_step", "compiles", "numba", "on_gpu"}  # no interpreter
+FILES = {path.stem.removeprefix("test_"): path for path in (ROOT / KERNELS).glob("test_*.py")}
+SELECTED = [f"test_{name}.py" for name in sorted(FILES.keys() - ELSEWHERE - {"buckets"})]
+# All of these take ten minutes, so each test is apart.
+BUCKETS = re.findall(r"^def (test_\w+)", FILES["buckets"].read_text(), re.M)
+SELECTED += [f"test_buckets.py::{test}" for test in BUCKETS]
+
+
 @needs_triton
 @pytest.mark.timeout(900)
 @pytest.mark.nightly
-def test_kernels_in_the_interpreter() -> None:
-    interpreted("tests/units/kernels", "-m", "nightly or not nightly")
+@pytest.mark.parametrize("selected", SELECTED)
+def test_kernels_in_the_interpreter(selected: str) -> None:
+    interpreted(f"{KERNELS}/{selected}", "-m", "nightly or not nightly")
 
 
 def test_torch_runs_where_a_first_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
