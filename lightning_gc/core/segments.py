@@ -48,17 +48,19 @@ class Segments:
         """Parameter, first element and end of each piece, ``(3, m)`` int32, on the device."""
         return pieces_of(self.spans, self.device)
 
-    def elementwise(self, values: Tensor) -> Tensor:
-        """Return each parameter's value for each of its elements, ``(numel,)``, on the device.
+    def elementwise(self, flags: Tensor) -> Tensor:
+        """Return each parameter's flag for each of its elements, ``(numel,)`` bool, on the device.
 
-        It repeats a value per piece. A GPU repeats values side by side, but each one slowly.
+        A GPU takes long to repeat a flag millions of times, so differences of flags are added up.
 
         Args:
-            values: ``(n,)``, on the device.
+            flags: ``(n,)`` bool, on the device.
         """
-        index, first, stop = self.pieces
+        steps = flags.to(torch.int8)
+        steps[1:] -= flags[:-1].to(torch.int8)
         numel = self.spans[-1].stop if self.spans else 0
-        return values[index.long()].repeat_interleave(stop - first, output_size=numel)
+        marks = torch.zeros(numel, dtype=torch.int8, device=self.device)
+        return marks.index_copy_(0, self.starts, steps).cumsum(0, dtype=torch.int8).bool()
 
 
 def pieces_of(spans: Sequence[slice], device: torch.device, size: int = PIECE) -> Tensor:

@@ -36,14 +36,13 @@ def answers(guard: Guard, flag: float, request: Request) -> None:
         flow.send(reply)
 
 
-def test_a_value_for_each_element_of_a_parameter() -> None:
-    """Also of one that has several pieces."""
-    lengths = [3, 1, 2 * PIECE + 17, 40]
+def test_a_flag_for_each_element_of_a_parameter() -> None:
+    lengths = [3, 1, 2 * PIECE + 17, 40, 40]
     ends = torch.tensor(lengths).cumsum(0).tolist()
     spans = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    values = torch.tensor([True, False, True, False])
-    found = Segments(spans, torch.device("cpu")).elementwise(values)
-    assert torch.equal(found, values.repeat_interleave(torch.tensor(lengths)))
+    flags = torch.tensor([True, False, True, True, False])
+    found = Segments(spans, torch.device("cpu")).elementwise(flags)
+    assert torch.equal(found, flags.repeat_interleave(torch.tensor(lengths)))
 
 
 @pytest.mark.parametrize("request_kind", [Mean, Gather])
