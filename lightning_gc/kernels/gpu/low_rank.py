@@ -515,7 +515,7 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         each.view(rows, -1).double() for each, rows in ((x[:500], 20), (q[:50], 2), (q[50:], 2))
     )
     for basis in (first, second):
-        yield (basis @ basis.t()).float(), torch.eye(2, device=numbers.device).float()
+        yield (basis @ basis.t()).float(), torch.eye(2, dtype=torch.float32, device=numbers.device)
     (sent,) = project(left, q, factors, pending)
     yield left, x
     yield sent, torch.cat([(m @ first.t()).float().view(-1), torch.zeros_like(sent[40:])])
