@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, Collective, Compressor, limits_of, wire_of
-from lightning_gc.core import Bucket, Exchange, Flow, Payload, together
+from lightning_gc.core import Bucket, Exchange, Flow, MeanShard, Payload, averaged, together
 from lightning_gc.schemes import Scheme
 from lightning_gc.schemes.base import book, toward
 from lightning_gc.sharded.fsdp_units import Unit, after_backward, refuse_interrupted
@@ -102,7 +102,7 @@ class ReduceScatter(Scheme):
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Exchange a bucket, parameter by parameter, in one message to each worker."""
         if codec.traits.plain:
-            yield from self.dense(bucket, buffer, out)
+            _write((yield _uncompressed(bucket, buffer, out)), bucket, out)
             return
         near = self.neighbours(bucket.workers)
         spans = [(name, slice(start, stop)) for name, start, stop in bucket.spans()]
@@ -115,17 +115,22 @@ class ReduceScatter(Scheme):
 
     def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Exchange a bucket as it is: as many bytes as a reduce-scatter sends."""
-        workers, me = bucket.workers, bucket.worker
-        wire = buffer.to(bucket.grad.dtype, copy=True)  # a reply may share it with other workers
-        if buffer.data_ptr() != out.data_ptr():
-            buffer.zero_()
-        spans = [slice(start, stop) for _, start, stop in bucket.spans()]
-        payloads = tuple(tuple(_shard(wire[s], i, workers) for s in spans) for i in range(workers))
-        arrived = yield Exchange(payloads)
-        for at, span in enumerate(spans):
-            mean = _shard(out[span], me, workers).zero_()
-            for payload in arrived:
-                mean.add_(payload[at], alpha=1 / workers)
+        request = _uncompressed(bucket, buffer, out).as_exchange(bucket.workers)
+        _write(averaged((yield request)), bucket, out)
+
+
+def _uncompressed(bucket: Bucket, buffer: Tensor, out: Tensor) -> MeanShard:
+    """Return the request for the mean of a bucket in the gradient's dtype; move it out."""
+    wire = buffer.to(bucket.grad.dtype, copy=True)  # a reply may share it with other workers
+    if buffer.data_ptr() != out.data_ptr():
+        buffer.zero_()
+    return MeanShard(tuple(wire[start:stop] for _, start, stop in bucket.spans()))
+
+
+def _write(means: Sequence[Tensor], bucket: Bucket, out: Tensor) -> None:
+    """Write this worker's shards of the mean to their places in ``out``."""
+    for mean, (_, start, stop) in zip(means, bucket.spans(), strict=True):
+        _shard(out[start:stop], bucket.worker, bucket.workers).copy_(mean)
 
 
 def _shard(flat: Tensor, index: int, workers: int) -> Tensor:

@@ -55,9 +55,11 @@ PAIRS = [(name, way) for name, ways in BY_DAY.items() for way in ways]
 def loops(rank: int, by_day: bool = True) -> dict[str, Any]:
     """Train in all ways, or in those of the day."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    found: dict[str, Any] = {"dense": Loop(rank).run(0, 4).end()}
-    exact = Loop(rank, Identity(), weights=Identity())
-    found["exact"] = exact.run(0, 4).end()
+    found: dict[str, Any] = {}
+    for name, policy in (("", None), (", bfloat16", BFLOAT16)):
+        found[f"dense{name}"] = Loop(rank, policy=policy).run(0, 4).end()
+        exact = Loop(rank, Identity(), weights=Identity(), policy=policy)
+        found[f"exact{name}"] = exact.run(0, 4).end()
     for name, weights in (("eight", EIGHT), ("differences", DIFFERENCES)):
         steps = 15 if by_day and name == "differences" else 50
         with Watch() as watch:
@@ -180,17 +182,18 @@ def turned(rank: int, weights: Any) -> dict[str, Any]:
             found["exact"] = loop.weights()
         loop.handle.account()
         loop.run(4 * epoch, 4 * epoch + 2)
+        found["computed"].append(loop.computed())  # which gathers, so not at an epoch's end
         within = saved(loop)
         loop.run(4 * epoch + 2, 4 * epoch + 4)
         found["levels"].append(loop.handle.weight_levels)
         found["bytes"].append(loop.handle.account().weight_bytes)
-        found["computed"].append(loop.computed())
     whole = loop.end()
     later = resumed(rank, between, **options)
     later.handle.begin_epoch(2)
+    later.run(8, 10).computed()
     again = resumed(rank, within, **options)
     found["levels"].append(again.handle.weight_levels)
-    found["resumed"] = [same(whole, later.run(8, 12).end()), same(whole, again.run(10, 12).end())]
+    found["resumed"] = [same(whole, each.run(10, 12).end()) for each in (later, again)]
     return found
 
 
@@ -204,6 +207,7 @@ def looped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_uncompressed_it_is_fsdp2_bit_for_bit(looped: Any) -> None:
     for rank in looped:
         assert same(rank["exact"], rank["dense"])
+        assert same(rank["exact, bfloat16"], rank["dense, bfloat16"])
 
 
 @pytest.mark.parametrize("name", ["eight", "differences"])
@@ -356,9 +360,9 @@ def test_four_ranks_compute_with_the_same_weights() -> None:
     for name in ranks[0]["own"]:  # each rank saves its own part
         copies = np.concatenate([rank["own"][name] for rank in ranks])
         assert np.array_equal(copies[: computed[name].size], computed[name].ravel())
-    for rank in ranks:  # Gloo adds in another order
-        for name, value in rank["exact"].items():
-            np.testing.assert_allclose(value, rank["dense"][name], rtol=0, atol=2e-6)
+    for rank in ranks:
+        assert same(rank["exact"], rank["dense"])
+        assert same(rank["exact, bfloat16"], rank["dense, bfloat16"])
 
 
 def train_on(rank: int, ranks: int, epochs: int, save: str, resume: str | None) -> dict[str, Any]:
