@@ -32,7 +32,8 @@ class ReduceScatter(Scheme):
     ``out_i = 1/W · Σ_j decode(encode(x_j[i]))``, where ``x_j[i]`` is the i-th of W equal parts of
     a parameter's gradient on worker j. Each worker encodes W parts once, with different random
     numbers, and decodes in float32. Dense tensors are exchanged in the same way, in the gradient's
-    dtype.
+    dtype, and added in the order of workers. A codec that is plain, ``Identity``, asks for torch's
+    own reduce-scatter, so gradients have FSDP2's bits.
 
     With L workers per node it goes in two hops. Worker l of a node first gets, from its L
     neighbours, the shards of the workers l of all nodes, and averages them. Then it encodes each
@@ -208,8 +209,9 @@ class UnitScatters:
 
     Communication pattern:
         One all-to-all for each reduce-scatter of FSDP2, in its order: units as the backward pass
-        finishes them. A unit that no rank has used yet is left out, as FSDP2 leaves it out; one
-        that is reduced twice in a pass draws the same random numbers twice, unbiased as ever.
+        finishes them. With ``Identity`` it is a reduce-scatter. A unit that no rank has used yet is
+        left out, as FSDP2 leaves it out; one that is reduced twice in a pass draws the same random
+        numbers twice, unbiased as ever.
     """
 
     def __init__(

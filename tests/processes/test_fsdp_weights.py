@@ -1,6 +1,8 @@
 """Weights in FSDP's all-gathers, compressed: one copy for all, exact masters, bytes, resumes."""
 
 import copy
+import re
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -139,13 +141,20 @@ def share(policy: MixedPrecisionPolicy) -> float:
     return account.wire_bytes / dense
 
 
-def resumes(rank: int) -> bool:
-    """Whether a loop that goes on from states equals one that was not interrupted."""
+def resumes(rank: int) -> tuple[bool, list[str]]:
+    """Whether a loop that goes on from states equals one that was not interrupted.
+
+    And what is said where the states are of another compressor of weights.
+    """
     options: dict[str, Any] = {"weights": DIFFERENCES, "memory": ERRORS}
     first = Loop(rank, QSGD(2), **options).run(0, 4)
     state = saved(first)
     whole = first.run(4, 8).end()
-    return same(whole, resumed(rank, state, **options).run(4, 8).end())
+    equal = same(whole, resumed(rank, state, **options).run(4, 8).end())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        resumed(rank, state, **options | {"weights": Int8()}).run(4, 5).end()
+    return equal, [str(each.message) for each in said if "Resumed" in str(each.message)]
 
 
 def saved(loop: Loop) -> list[Any]:
@@ -247,7 +256,18 @@ def test_other_ways_to_compute_have_the_same_weights(looped: Any, name: str, way
 
 def test_states_resume_bit_for_bit(looped: Any) -> None:
     """Errors in 8 bits, and the copies of weights."""
-    assert all(rank["resumed"] for rank in looped)
+    assert all(rank["resumed"][0] for rank in looped)
+
+
+def test_another_compressor_of_weights_is_named(looped: Any) -> None:
+    """By one rank, once."""
+    (said,), nothing = (rank["resumed"][1] for rank in looped)
+    compressors = r"WeightDifferences\(.*Float4\(.*\) is now .*Int8\(.*\)"
+    assert re.match(
+        rf"Resumed with changes\. Weights' compressor {compressors}: exact weights are kept\.$",
+        said,
+    )
+    assert not nothing
 
 
 def test_a_controller_sets_equal_levels_on_all_ranks(looped: Any) -> None:
