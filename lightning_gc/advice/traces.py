@@ -109,6 +109,7 @@ def _describe(requests: Sequence[Request]) -> Asked:
         busiest = max(sizes.sum(axis=0).max(), sizes.sum(axis=1).max())
         lengths = LENGTH_BYTES * len(first.payloads[0]) if first.limits is not None else 0
         return Asked("Exchange", float(busiest) / (workers - 1), lengths=lengths)
+    assert isinstance(first, Gather), "shards are asked for in FSDP only"
     gathers = [r for r in requests if isinstance(r, Gather)]
     longest = max(laid_out(r.tensors, r.limits).nbytes for r in gathers)
     lengths = LENGTH_BYTES * len(first.tensors) if first.limits is not None else 0

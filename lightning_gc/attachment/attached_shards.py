@@ -147,6 +147,7 @@ class AttachedScatters(_InShards):
         near = workers.configuration.neighbours(workers.shards)
         transport = Distributed(group, "a reduce-scatter of gradients", near)
         recording = Recording(checked(transport))
+        workers.gathered = "" if weights is None else weights.in_words
         self._gathers: UnitGathers | None = None
         accounts: list[Recorder] = [recording]
         if weights is not None:

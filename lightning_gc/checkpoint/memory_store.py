@@ -63,6 +63,7 @@ _MAYBE = {
     "shards": COUNT,
     "mode": Leaf("'mean'", lambda v: v == "mean"),  # since format 3
     **dict.fromkeys(("exchanged", "common", "own"), ANYTHING),  # with local steps
+    "weights": TEXT,  # their compressor, in FSDP
 }
 _DECIDED = ("state", "levels", "every", "weights", "pause", "epoch")
 _SHARED = ", with levels, buckets and decisions of checksum "
@@ -114,6 +115,8 @@ def state_dict(
         **parts,
         **_settings(workers),
     }
+    if workers.gathered:
+        saved["weights"] = workers.gathered
     if mean is None and "own" in state.own[0]:
         saved["own"] = state.own[0]["own"]
     return with_checksum(saved if mean is None else saved | {"mode": "mean"})
@@ -180,7 +183,10 @@ def checked(given: Any, workers: Workers, control: ControlLoop | None) -> tuple[
 def of_worker(state: Tree, workers: Workers, control: ControlLoop | None) -> WorkerState:
     """Return a checked state of this run's configuration as a ``WorkerState``."""
     engine, kept = state["engine"], state["control"]
-    configuration = configuration_of(workers, control)
+    configuration = {
+        **configuration_of(workers, control),
+        "weights": state.get("weights", "None"),
+    }
     averaged: Tree = {"memory": engine["memory"]}
     if kept is not None:
         averaged[CONTROLLER] = kept["worker"]

@@ -118,7 +118,8 @@ def shared_state(
 def configuration_of(workers: Workers, control: ControlLoop | None) -> dict[str, str]:
     """Return the settings that saved state depends on, as text.
 
-    ``"exchanged"`` names the quantity that errors belong to, if it is not gradients.
+    ``"exchanged"`` names the quantity that errors belong to, if it is not gradients. ``"weights"``
+    names the compressor of gathered weights, in FSDP.
     """
     parts, exchanged = workers.configuration, workers.exchanged
     return {
@@ -126,6 +127,7 @@ def configuration_of(workers: Workers, control: ControlLoop | None) -> dict[str,
         "memory": repr(parts.memory),
         CONTROLLER: repr(control and control.controller),
         **({} if exchanged == "gradients" else {"exchanged": exchanged}),
+        **({"weights": workers.gathered} if workers.gathered else {}),
     }
 
 
@@ -277,6 +279,11 @@ def changes(
         compressor = {}
     if other_memory:
         sentences.append(f"Memory {before['memory']} is now {now['memory']}: {_kept(had, buffers)}")
+    gathered = [each.get("weights", "None") for each in (before, now)]
+    if gathered[0] != gathered[1]:
+        sentences.append(
+            f"Weights' compressor {gathered[0]} is now {gathered[1]}: exact weights are kept."
+        )
     same = before[CONTROLLER] == now[CONTROLLER]
     if not same:
         sentences.append(
@@ -323,7 +330,8 @@ SHARED: dict[str, Structure] = {
     "step": WHOLE,
     "layout": Listed(Listed(TEXT)),
     "configuration": Record(
-        dict.fromkeys(("compressor", "memory", CONTROLLER), TEXT), {"exchanged": TEXT}
+        dict.fromkeys(("compressor", "memory", CONTROLLER), TEXT),
+        dict.fromkeys(("exchanged", "weights"), TEXT),
     ),
     "learning_rates": ENGINE_STATE["learning_rates"],
     CONTROLLER: Optional(CONTROL_STATE),

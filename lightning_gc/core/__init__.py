@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from lightning_gc.core.flow import Gather as Gather
     from lightning_gc.core.flow import Limits as Limits
     from lightning_gc.core.flow import Mean as Mean
+    from lightning_gc.core.flow import MeanShard as MeanShard
     from lightning_gc.core.flow import Payload as Payload
     from lightning_gc.core.flow import Reply as Reply
     from lightning_gc.core.flow import Request as Request
+    from lightning_gc.core.flow import averaged as averaged
     from lightning_gc.core.flow import together as together
     from lightning_gc.core.search_space import Choice as Choice
     from lightning_gc.core.search_space import Range as Range
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 _FACE = {
     "bucket": "Bucket Tally",
-    "flow": "Exchange Flow Gather Limits Mean Payload Reply Request together",
+    "flow": "Exchange Flow Gather Limits Mean MeanShard Payload Reply Request averaged together",
     "search_space": "Choice Range Space",
     "settings": "Settings",
     "state_structure": "ANYTHING COUNT NUMBER TEXT WHOLE Each Leaf Listed "

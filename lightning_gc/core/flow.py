@@ -7,6 +7,7 @@ workers in one thread. Rule for authors: a context manager must not span a ``yie
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 Payload: TypeAlias = tuple[Tensor, ...]
@@ -55,7 +56,25 @@ class Exchange(NamedTuple):
     limits: Limits | None = None
 
 
-Request: TypeAlias = Mean | Gather | Exchange
+class MeanShard(NamedTuple):
+    """Request this worker's shard of the element-wise mean over workers of each tensor.
+
+    The reply is a list of ``(numel/W,)`` tensors, in the dtype of the request or a wider one.
+
+    Attributes:
+        tensors: ``(numel,)``, of one dtype. Shard i of W equal ones, which follow each other, is
+            for worker i.
+    """
+
+    tensors: Payload
+
+    def as_exchange(self, workers: int) -> Exchange:
+        """Return the request for all workers' shards, whose ``averaged`` reply is this one's."""
+        rows = [tensor.view(workers, tensor.numel() // workers) for tensor in self.tensors]
+        return Exchange(tuple(zip(*rows, strict=True)))
+
+
+Request: TypeAlias = Mean | Gather | Exchange | MeanShard
 Flow: TypeAlias = Generator[Request, Reply, None]
 
 
@@ -74,7 +93,7 @@ def together(flows: Sequence[Flow], workers: int) -> Flow:
         if any(isinstance(request, Gather) for _, request in waiting):
             waiting = [_gathered_if_small(flow, request, workers) for flow, request in waiting]
         following = []
-        for kind in (Mean, Gather, Exchange):
+        for kind in (Mean, Gather, Exchange, MeanShard):
             group = [flow for flow, request in waiting if isinstance(request, kind)]
             requests = [request for _, request in waiting if isinstance(request, kind)]
             if not group:
@@ -134,8 +153,9 @@ def join(requests: Sequence[Request]) -> Request:
     first = requests[0]
     if len(requests) == 1:
         return first
-    if isinstance(first, Mean):
-        return Mean(tuple(t for r in requests if isinstance(r, Mean) for t in r.tensors))
+    if isinstance(first, Mean | MeanShard):
+        parts = [r.tensors for r in requests if isinstance(r, Mean | MeanShard)]
+        return type(first)(tuple(t for tensors in parts for t in tensors))
     if isinstance(first, Gather):
         gathers = [r for r in requests if isinstance(r, Gather)]
         tensors = tuple(t for r in gathers for t in r.tensors)
@@ -155,12 +175,26 @@ def split(reply: Reply, requests: Sequence[Request]) -> list[Reply]:
     for request in requests:
         width = len(request.payloads[0] if isinstance(request, Exchange) else request.tensors)
         stop = start + width
-        if isinstance(request, Mean):
+        if isinstance(request, Mean | MeanShard):
             parts.append(reply[start:stop])
         else:
             parts.append([payload[start:stop] for payload in reply])
         start = stop
     return parts
+
+
+def averaged(payloads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the mean of each tensor over the workers that have sent it.
+
+    Tensors are added in worker order, in float32 or wider.
+    """
+    means = [
+        torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in payloads[0]
+    ]
+    for payload in payloads:
+        for mean, tensor in zip(means, payload, strict=True):
+            mean.add_(tensor, alpha=1 / len(payloads))
+    return means
 
 
 def _join_lengths(gathers: Sequence[Gather]) -> Sequence[Sequence[int]] | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import dense
-from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, Reply, Request
+from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, MeanShard, Reply, Request
 from lightning_gc.core.flow import resume
 from lightning_gc.core.message import Packed
 from lightning_gc.core.segments import Pending, Workspace
@@ -136,6 +136,9 @@ class Guard:
             return Mean(own.more()) if isinstance(request, Mean) else Gather(own.more())
         if isinstance(request, Mean):
             return Mean((*request.tensors, self.flag.to(request.tensors[0].dtype, copy=True)))
+        if isinstance(request, MeanShard):
+            flag = self.flag.to(request.tensors[0].dtype)
+            return MeanShard((*request.tensors, flag.repeat(self._bucket.workers)))
         flag = self.flag.float()
         limits = None if request.limits is None else (*request.limits, None)
         if isinstance(request, Exchange):
@@ -145,7 +148,7 @@ class Guard:
         return Gather((*request.tensors, flag), limits, lengths)
 
     def _without_flag(self, request: Request, reply: Reply) -> Reply:
-        if isinstance(request, Mean):
+        if isinstance(request, Mean | MeanShard):
             self._flags.append(reply[-1])
             return reply[:-1]
         self._flags += [payload[-1] for payload in reply]

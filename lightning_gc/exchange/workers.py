@@ -170,6 +170,8 @@ class Workers:
         common: name -> state that is equal on all workers, for the checkpoint itself.
         rounds: of each of these workers, with local steps.
         weights: gathers of compressed weights, in FSDP; None elsewhere.
+        gathered: the compressor of these weights as text, for checkpoints, which may be saved after
+            training; "" elsewhere.
         exchanged: what errors are in units of: ``"gradients"`` or ``"weights"``.
         saves: whether this process writes their side files; one of an island's does.
         run: a random name of this fit, equal on all workers, for checkpoints.
@@ -187,6 +189,7 @@ class Workers:
         self.common: dict[str, HasCommonState] = {}
         self.rounds: Sequence[HasRounds] = ()
         self.weights: HasWeights | None = None
+        self.gathered = ""
         self.exchanged = "gradients"
         self.saves = True
         self.run = ""

@@ -80,6 +80,12 @@ class WeightSettings:
     seed: int
     knob: Knob | None = None
 
+    @property
+    def in_words(self) -> str:
+        """The argument ``weights`` with its wrappers, for checkpoints."""
+        inner = repr(self.compressor)
+        return f"{WeightDifferences.__name__}({inner})" if self.differences else inner
+
 
 def weights_of(owner: str, weights: Weights, seed: int, min_numel: int) -> WeightSettings:
     """Look names up and refuse what cannot send weights.

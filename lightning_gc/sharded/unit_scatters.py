@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, Collective, Compressor, limits_of, wire_of
-from lightning_gc.core import Bucket, Exchange, Flow, Payload, together
+from lightning_gc.core import Bucket, Exchange, Flow, MeanShard, Payload, averaged, together
 from lightning_gc.schemes import Scheme
 from lightning_gc.schemes.base import book, toward
 from lightning_gc.sharded.fsdp_units import Unit, after_backward, refuse_interrupted
@@ -32,7 +32,8 @@ class ReduceScatter(Scheme):
     ``out_i = 1/W · Σ_j decode(encode(x_j[i]))``, where ``x_j[i]`` is the i-th of W equal parts of
     a parameter's gradient on worker j. Each worker encodes W parts once, with different random
     numbers, and decodes in float32. Dense tensors are exchanged in the same way, in the gradient's
-    dtype.
+    dtype, and added in the order of workers. A codec that is plain, ``Identity``, asks for torch's
+    own reduce-scatter, so gradients have FSDP2's bits.
 
     With L workers per node it goes in two hops. Worker l of a node first gets, from its L
     neighbours, the shards of the workers l of all nodes, and averages them. Then it encodes each
@@ -102,7 +103,7 @@ class ReduceScatter(Scheme):
     def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Exchange a bucket, parameter by parameter, in one message to each worker."""
         if codec.traits.plain:
-            yield from self.dense(bucket, buffer, out)
+            _write((yield _uncompressed(bucket, buffer, out)), bucket, out)
             return
         near = self.neighbours(bucket.workers)
         spans = [(name, slice(start, stop)) for name, start, stop in bucket.spans()]
@@ -115,17 +116,22 @@ class ReduceScatter(Scheme):
 
     def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Exchange a bucket as it is: as many bytes as a reduce-scatter sends."""
-        workers, me = bucket.workers, bucket.worker
-        wire = buffer.to(bucket.grad.dtype, copy=True)  # a reply may share it with other workers
-        if buffer.data_ptr() != out.data_ptr():
-            buffer.zero_()
-        spans = [slice(start, stop) for _, start, stop in bucket.spans()]
-        payloads = tuple(tuple(_shard(wire[s], i, workers) for s in spans) for i in range(workers))
-        arrived = yield Exchange(payloads)
-        for at, span in enumerate(spans):
-            mean = _shard(out[span], me, workers).zero_()
-            for payload in arrived:
-                mean.add_(payload[at], alpha=1 / workers)
+        request = _uncompressed(bucket, buffer, out).as_exchange(bucket.workers)
+        _write(averaged((yield request)), bucket, out)
+
+
+def _uncompressed(bucket: Bucket, buffer: Tensor, out: Tensor) -> MeanShard:
+    """Return the request for the mean of a bucket in the gradient's dtype; move it out."""
+    wire = buffer.to(bucket.grad.dtype, copy=True)  # a reply may share it with other workers
+    if buffer.data_ptr() != out.data_ptr():
+        buffer.zero_()
+    return MeanShard(tuple(wire[start:stop] for _, start, stop in bucket.spans()))
+
+
+def _write(means: Sequence[Tensor], bucket: Bucket, out: Tensor) -> None:
+    """Write this worker's shards of the mean to their places in ``out``."""
+    for mean, (_, start, stop) in zip(means, bucket.spans(), strict=True):
+        _shard(out[start:stop], bucket.worker, bucket.workers).copy_(mean)
 
 
 def _shard(flat: Tensor, index: int, workers: int) -> Tensor:
@@ -203,8 +209,9 @@ class UnitScatters:
 
     Communication pattern:
         One all-to-all for each reduce-scatter of FSDP2, in its order: units as the backward pass
-        finishes them. A unit that no rank has used yet is left out, as FSDP2 leaves it out; one
-        that is reduced twice in a pass draws the same random numbers twice, unbiased as ever.
+        finishes them. With ``Identity`` it is a reduce-scatter. A unit that no rank has used yet is
+        left out, as FSDP2 leaves it out; one that is reduced twice in a pass draws the same random
+        numbers twice, unbiased as ever.
     """
 
     def __init__(

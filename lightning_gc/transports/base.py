@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.core import Exchange, Gather, Limits, Mean, Payload, Reply, Request
+from lightning_gc.core import (
+    Exchange,
+    Gather,
+    Limits,
+    Mean,
+    MeanShard,
+    Payload,
+    Reply,
+    Request,
+    averaged,
+)
 from lightning_gc.core.digest import digest
 from lightning_gc.core.message import Message
 from lightning_gc.transports.peer_error import MessageError
@@ -107,9 +117,9 @@ class Checksummed(Transport):
 
     Communication pattern:
         ``Gather`` and ``Exchange`` as ``inner`` does them. An all-reduce happens within the
-        backend, where nothing can be compared, so ``Mean`` is an all-to-all of shards, which are
-        averaged in float32 or wider, and an all-gather of the means: the bytes of a ring
-        all-reduce, and the same bits on all workers.
+        backend, where nothing can be compared, so ``MeanShard`` is an all-to-all of shards, which
+        are averaged in float32 or wider. ``Mean`` is that and an all-gather of the means: the bytes
+        of a ring all-reduce, and the same bits on all workers.
 
     Raises:
         MessageError: a message differs from what its sender packed; the error names the sender.
@@ -136,6 +146,8 @@ class Checksummed(Transport):
             lengths = None if known is None else [[*each, 1] for each in known]  # and the digest
             summed = _summed(request.tensors), _with_sum(request.limits)
             return self._compared(Gather(*summed, lengths))
+        if isinstance(request, MeanShard):
+            return averaged(self.fulfil(request.as_exchange(self.workers)))
         payloads = tuple(_summed(payload) for payload in request.payloads)
         return self._compared(Exchange(payloads, _with_sum(request.limits)))
 
@@ -164,11 +176,8 @@ class Checksummed(Transport):
 
     def _mean_of(self, flat: Tensor) -> Tensor:
         size = -(-flat.numel() // self.workers)
-        shards = pad(flat, (0, size * self.workers - flat.numel())).split(size or 1)
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        mean = torch.zeros(size, dtype=wide, device=flat.device)
-        for (shard,) in self.fulfil(Exchange(tuple((shard,) for shard in shards))):
-            mean.add_(shard.to(wide), alpha=1 / self.workers)
+        full = pad(flat, (0, size * self.workers - flat.numel()))
+        (mean,) = self.fulfil(MeanShard((full,)))
         gathered = self.fulfil(Gather((mean.to(flat.dtype),)))
         return torch.cat([shard for (shard,) in gathered])[: flat.numel()]
 

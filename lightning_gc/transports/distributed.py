@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.core import Exchange, Gather, Limits, Mean, Payload, Reply, Request
+from lightning_gc.core import Exchange, Gather, Limits, Mean, MeanShard, Payload, Reply, Request
 from lightning_gc.core.message import Message, as_bytes, joined
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
@@ -19,6 +19,7 @@ from lightning_gc.transports.base import (
     check_lengths,
     laid_out,
     lengths_of,
+    reduce_scatter_bytes,
 )
 from lightning_gc.transports.p2p import PIECE, swap, swap_of_unknown_lengths
 from lightning_gc.transports.peer_error import (
@@ -28,11 +29,17 @@ from lightning_gc.transports.peer_error import (
     naming_peers,
 )
 
-# Renamed in torch 2.13, where the old name warns.
+# Renamed in torch 2.13, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 EXCHANGE = "an exchange of gradients"
 """Default purpose of a transport, for error messages."""
-_NAMES = {Mean: "all-reduce", Gather: "all-gather", Exchange: "all-to-all"}
+_NAMES = {
+    Mean: "all-reduce",
+    Gather: "all-gather",
+    Exchange: "all-to-all",
+    MeanShard: "reduce-scatter",
+}
 
 
 class Distributed(Transport):
@@ -55,11 +62,11 @@ class Distributed(Transport):
 
     Communication pattern:
         ``Mean`` is one all-reduce per dtype, ``Gather`` one all-gather, ``Exchange`` one
-        all-to-all. On the host an ``Exchange``, and a large ``Gather`` of two workers, is sent
-        point to point in pieces. Ragged payloads send their lengths, 8 bytes per tensor, unless all
-        workers know them: first, in an all-gather or all-to-all, or, in an ``Exchange`` on the
-        host, in front of each message. They end in a seal of 8 bytes, by which the host checks the
-        lengths.
+        all-to-all, ``MeanShard`` one reduce-scatter. On the host an ``Exchange``, and a large
+        ``Gather`` of two workers, is sent point to point in pieces. Ragged payloads send their
+        lengths, 8 bytes per tensor, unless all workers know them: first, in an all-gather or
+        all-to-all, or, in an ``Exchange`` on the host, in front of each message. They end in a seal
+        of 8 bytes, by which the host checks the lengths.
     """
 
     def __init__(
@@ -89,7 +96,9 @@ class Distributed(Transport):
                 return self._mean(request)
             if isinstance(request, Gather):
                 return self._gather(request)
-            return self._exchange(request)
+            if isinstance(request, Exchange):
+                return self._exchange(request)
+            return self._mean_shard(request)
         except RuntimeError as error:
             if not is_from_backend(error):
                 raise
@@ -112,6 +121,15 @@ class Distributed(Transport):
                 for i, piece in zip(members, pieces, strict=True):
                     means[i] = piece.view(tensors[i].shape)
         return means
+
+    def _mean_shard(self, request: MeanShard) -> Reply:
+        # FSDP2's own call: its layout, dtype and operation decide the order of the backend's sums.
+        rows = request.as_exchange(self.workers).payloads
+        given = torch.cat([shard for row in rows for shard in row])
+        mean = given.new_empty(given.numel() // self.workers)
+        _reduce_scatter(mean, given, op=dist.ReduceOp.AVG, group=self.group)
+        self.sent_bytes += reduce_scatter_bytes(given.nbytes, self.workers)
+        return list(mean.split([shard.numel() for shard in rows[0]]))
 
     def _gather(self, request: Gather) -> Reply:
         own, limits = request.tensors, request.limits

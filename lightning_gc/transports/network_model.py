@@ -16,7 +16,7 @@ def messages_sent(kind: str, workers: int) -> int:
     """Return the messages that one worker sends for a request: a ring takes two rounds to sum.
 
     Args:
-        kind: ``"Mean"``, ``"Gather"`` or ``"Exchange"``.
+        kind: ``"Mean"``, ``"Gather"``, ``"Exchange"`` or ``"MeanShard"``.
         workers: W.
     """
     return (2 if kind == "Mean" else 1) * (workers - 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.controllers.exchange_record import ExchangeRecord
-from lightning_gc.core import Exchange, Flow, Gather, Mean, Reply, Request
+from lightning_gc.core import Exchange, Flow, Gather, Mean, MeanShard, Reply, Request, averaged
 from lightning_gc.core.flow import resume
 from lightning_gc.transports.accounting import (
     COMMUNICATE,
@@ -27,6 +27,7 @@ from lightning_gc.transports.base import (
     check_lengths,
     laid_out,
     lengths_of,
+    reduce_scatter_bytes,
 )
 from lightning_gc.transports.network_model import NetworkModel
 from lightning_gc.transports.peer_error import MessageError
@@ -87,7 +88,9 @@ class Simulated:
             return self._mean([r for r in requests if isinstance(r, Mean)])
         if isinstance(first, Gather):
             return self._gather([r for r in requests if isinstance(r, Gather)])
-        return self._exchange([r for r in requests if isinstance(r, Exchange)])
+        if isinstance(first, Exchange):
+            return self._exchange([r for r in requests if isinstance(r, Exchange)])
+        return self._mean_shard([r for r in requests if isinstance(r, MeanShard)])
 
     def _mean(self, requests: Sequence[Mean]) -> list[Reply]:
         """Average in place: the requests' tensors are consumed."""
@@ -108,6 +111,13 @@ class Simulated:
             self._count(all_reduce_bytes(nbytes, self.workers))
             self.message_bytes = [old + nbytes for old in self.message_bytes]
         return [list(tensors) for tensors in given]
+
+    def _mean_shard(self, requests: Sequence[MeanShard]) -> list[Reply]:
+        sent = reduce_scatter_bytes(sum(t.nbytes for t in requests[0].tensors), self.workers)
+        self._count(sent)
+        self.message_bytes = [old + sent for old in self.message_bytes]
+        payloads = [r.as_exchange(self.workers).payloads for r in requests]
+        return [averaged(to_one) for to_one in zip(*payloads, strict=True)]
 
     def _gather(self, requests: Sequence[Gather]) -> list[Reply]:
         first = requests[0]
@@ -161,7 +171,7 @@ def _describe(request: Request | None) -> str:
     if request is None:
         return "nothing"
     payloads = request.payloads if isinstance(request, Exchange) else (request.tensors,)
-    limits = None if isinstance(request, Mean) else request.limits
+    limits = None if isinstance(request, Mean | MeanShard) else request.limits
     shapes = []
     for payload in payloads:
         for tensor, limit in zip(payload, limits or (None,) * len(payload), strict=True):

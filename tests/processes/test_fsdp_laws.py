@@ -5,6 +5,8 @@ first), frozen ones, and a layer that takes no part in every second step.
 """
 
 import io
+import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +16,13 @@ from torch import Tensor
 from lightning_gc import QSGD, Identity, NarrowResidual, PerParameter, Residual, TopK
 from lightning_gc.sharded.unit_scatters import ReduceScatter
 from lightning_gc.transports.base import reduce_scatter_bytes
-from tests.support.fsdp import Scattered, Way, own_shards, scatter, simulated
+from tests.support.fsdp import Scattered, Way, by_torch, own_shards, scatter, simulated
 from tests.support.instances import ALL
 from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
+Found = dict[str, Any]
+"""Method -> rank -> step -> what was exchanged; "by torch": torch's own gradients."""
 
 METHODS: dict[str, Way] = {
     "identity": Way(Identity()),
@@ -32,28 +36,30 @@ METHODS: dict[str, Way] = {
 
 
 def scatter_all(rank: int, ranks: int, methods: list[Way]) -> bytes:
-    """Return what was exchanged, by method and step, as a file: tensors would be shared."""
+    """Return what was exchanged, by method and step, as a file: tensors would be shared.
+
+    The last entry has torch's own gradients.
+    """
     file = io.BytesIO()
-    torch.save([scatter(rank, ranks, method) for method in methods], file)
+    torch.save([*(scatter(rank, ranks, method) for method in methods), by_torch(rank, ranks)], file)
     return file.getvalue()
 
 
-def scattered(ranks: int, methods: list[Way], timeout: float = 90) -> list[list[list[Scattered]]]:
-    """Return what was exchanged, by method, rank and step."""
+def scattered(ranks: int, methods: list[Way], timeout: float = 90) -> list[Any]:
+    """Return what was exchanged, by method, rank and step; at last torch's own gradients."""
     files = run_in_processes(scatter_all, ranks, ranks, methods, timeout=timeout)
     by_rank = [torch.load(io.BytesIO(file), weights_only=False) for file in files]
     return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
-def found(request: pytest.FixtureRequest) -> dict[str, list[list[Scattered]]]:
-    return dict(zip(METHODS, scattered(request.param, list(METHODS.values())), strict=True))
+def found(request: pytest.FixtureRequest) -> Found:
+    every = scattered(request.param, list(METHODS.values()))
+    return dict(zip([*METHODS, "by torch"], every, strict=True))
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_real_ranks_are_simulated_workers(
-    found: dict[str, list[list[Scattered]]], name: str
-) -> None:
+def test_real_ranks_are_simulated_workers(found: Found, name: str) -> None:
     check_against_simulation(found[name], METHODS[name])
 
 
@@ -62,13 +68,15 @@ def check_against_simulation(ranks: list[list[Scattered]], way: Way) -> None:
         for real, expected in zip(ours, theirs, strict=True):
             assert real.sent == expected.sent
             for mean, one in zip(real.means, expected.means, strict=True):
-                assert torch.equal(mean, one)
+                # Without compression, sums have the order of the backend's own reduce-scatter.
+                gap = 1e-6 if way.compressor.traits.plain and len(ranks) > 2 else 0
+                torch.testing.assert_close(mean, one, rtol=0, atol=gap)
             assert real.errors.keys() == expected.errors.keys()
             assert all(torch.equal(real.errors[n], e) for n, e in expected.errors.items())
 
 
 @pytest.mark.parametrize("name", ["errors", "two hops"])
-def test_nothing_is_lost(found: dict[str, list[list[Scattered]]], name: str) -> None:
+def test_nothing_is_lost(found: Found, name: str) -> None:
     """Applied means plus mean errors are the sum of mean gradients; padding has no errors."""
     ranks = found[name]
     count, totals = len(ranks), dict[str, Tensor]()  # gradients less means
@@ -88,9 +96,7 @@ def test_nothing_is_lost(found: dict[str, list[list[Scattered]]], name: str) -> 
     assert any(ranks[0][0].padding.values())
 
 
-def test_uncompressed_it_is_the_mean_at_a_reduce_scatters_bytes(
-    found: dict[str, list[list[Scattered]]],
-) -> None:
+def test_uncompressed_it_is_the_mean_at_a_reduce_scatters_bytes(found: Found) -> None:
     ranks = found["identity"]
     exact = 0
     for index, first in enumerate(ranks[0]):
@@ -101,12 +107,21 @@ def test_uncompressed_it_is_the_mean_at_a_reduce_scatters_bytes(
             for me, steps in enumerate(ranks):
                 expected = own_shards(mean, shapes, me, len(ranks))
                 np.testing.assert_allclose(steps[index].means[at], expected, rtol=0, atol=1e-6)
-        # Messages are padded to 8 bytes, one for each other rank and exchange.
-        slack = 7 * (len(ranks) - 1) * sum(len(step.shapes) for step in ranks[0][: index + 1])
-        assert 0 <= first.sent - exact <= slack
+        assert first.sent == exact
 
 
-def test_units_take_part_where_they_are_used(found: dict[str, list[list[Scattered]]]) -> None:
+def test_uncompressed_it_has_fsdp2s_bits(found: Found) -> None:
+    """Those of its own reduce-scatters, in which Gloo adds in an order of its own."""
+    for steps, theirs in zip(found["identity"], found["by torch"], strict=True):
+        for step, wanted in zip(steps, theirs, strict=True):
+            ours = dict[str, Tensor]()
+            for shapes, means in zip(step.shapes, step.means, strict=True):
+                sizes = [math.prod(shape) // len(found["identity"]) for shape in shapes.values()]
+                ours |= dict(zip(shapes, means.split(sizes), strict=True))
+            assert all(torch.equal(ours[n][: grad.numel()], grad) for n, grad in wanted.items())
+
+
+def test_units_take_part_where_they_are_used(found: Found) -> None:
     """Once used, in every pass, as zeros where they are not; in one order on all ranks."""
     for steps in found["qsgd"]:
         layouts = [[tuple(shapes) for shapes in step.shapes] for step in steps]
@@ -118,7 +133,7 @@ def test_units_take_part_where_they_are_used(found: dict[str, list[list[Scattere
             assert layout == [tuple(shapes) for shapes in found["qsgd"][0][index].shapes]
 
 
-def test_eight_bits_send_a_quarter(found: dict[str, list[list[Scattered]]]) -> None:
+def test_eight_bits_send_a_quarter(found: Found) -> None:
     """Of what is compressed: 8 bits for 32, and what goes dense."""
     dense, ours = (found[name][0][-1].sent for name in ("identity", "qsgd of all"))
     assert ours < 0.25 * dense
@@ -134,5 +149,5 @@ def test_every_method_is_as_simulated() -> None:
         except ValueError:
             continue  # it has no payload for one rank
         methods.append(Way(method))
-    for way, ranks in zip(methods, scattered(2, methods, timeout=800), strict=True):
+    for way, ranks in zip(methods, scattered(2, methods, timeout=800)[:-1], strict=True):
         check_against_simulation(ranks, way)

@@ -1,6 +1,8 @@
 """Weights in FSDP's all-gathers, compressed: one copy for all, exact masters, bytes, resumes."""
 
 import copy
+import re
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,11 @@ PAIRS = [(name, way) for name, ways in BY_DAY.items() for way in ways]
 def loops(rank: int, by_day: bool = True) -> dict[str, Any]:
     """Train in all ways, or in those of the day."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    found: dict[str, Any] = {"dense": Loop(rank).run(0, 4).end()}
-    exact = Loop(rank, Identity(), weights=Identity())
-    found["exact"] = exact.run(0, 4).end()
+    found: dict[str, Any] = {}
+    for name, policy in (("", None), (", bfloat16", BFLOAT16)):
+        found[f"dense{name}"] = Loop(rank, policy=policy).run(0, 4).end()
+        exact = Loop(rank, Identity(), weights=Identity(), policy=policy)
+        found[f"exact{name}"] = exact.run(0, 4).end()
     for name, weights in (("eight", EIGHT), ("differences", DIFFERENCES)):
         steps = 15 if by_day and name == "differences" else 50
         with Watch() as watch:
@@ -137,13 +141,20 @@ def share(policy: MixedPrecisionPolicy) -> float:
     return account.wire_bytes / dense
 
 
-def resumes(rank: int) -> bool:
-    """Whether a loop that goes on from states equals one that was not interrupted."""
+def resumes(rank: int) -> tuple[bool, list[str]]:
+    """Whether a loop that goes on from states equals one that was not interrupted.
+
+    And what is said where the states are of another compressor of weights.
+    """
     options: dict[str, Any] = {"weights": DIFFERENCES, "memory": ERRORS}
     first = Loop(rank, QSGD(2), **options).run(0, 4)
     state = saved(first)
     whole = first.run(4, 8).end()
-    return same(whole, resumed(rank, state, **options).run(4, 8).end())
+    equal = same(whole, resumed(rank, state, **options).run(4, 8).end())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        resumed(rank, state, **options | {"weights": Int8()}).run(4, 5).end()
+    return equal, [str(each.message) for each in said if "Resumed" in str(each.message)]
 
 
 def saved(loop: Loop) -> list[Any]:
@@ -180,17 +191,18 @@ def turned(rank: int, weights: Any) -> dict[str, Any]:
             found["exact"] = loop.weights()
         loop.handle.account()
         loop.run(4 * epoch, 4 * epoch + 2)
+        found["computed"].append(loop.computed())  # which gathers, so not at an epoch's end
         within = saved(loop)
         loop.run(4 * epoch + 2, 4 * epoch + 4)
         found["levels"].append(loop.handle.weight_levels)
         found["bytes"].append(loop.handle.account().weight_bytes)
-        found["computed"].append(loop.computed())
     whole = loop.end()
     later = resumed(rank, between, **options)
     later.handle.begin_epoch(2)
+    later.run(8, 10).computed()
     again = resumed(rank, within, **options)
     found["levels"].append(again.handle.weight_levels)
-    found["resumed"] = [same(whole, later.run(8, 12).end()), same(whole, again.run(10, 12).end())]
+    found["resumed"] = [same(whole, each.run(10, 12).end()) for each in (later, again)]
     return found
 
 
@@ -204,6 +216,7 @@ def looped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_uncompressed_it_is_fsdp2_bit_for_bit(looped: Any) -> None:
     for rank in looped:
         assert same(rank["exact"], rank["dense"])
+        assert same(rank["exact, bfloat16"], rank["dense, bfloat16"])
 
 
 @pytest.mark.parametrize("name", ["eight", "differences"])
@@ -243,7 +256,18 @@ def test_other_ways_to_compute_have_the_same_weights(looped: Any, name: str, way
 
 def test_states_resume_bit_for_bit(looped: Any) -> None:
     """Errors in 8 bits, and the copies of weights."""
-    assert all(rank["resumed"] for rank in looped)
+    assert all(rank["resumed"][0] for rank in looped)
+
+
+def test_another_compressor_of_weights_is_named(looped: Any) -> None:
+    """By one rank, once."""
+    (said,), nothing = (rank["resumed"][1] for rank in looped)
+    compressors = r"WeightDifferences\(.*Float4\(.*\) is now .*Int8\(.*\)"
+    assert re.match(
+        rf"Resumed with changes\. Weights' compressor {compressors}: exact weights are kept\.$",
+        said,
+    )
+    assert not nothing
 
 
 def test_a_controller_sets_equal_levels_on_all_ranks(looped: Any) -> None:
@@ -356,9 +380,9 @@ def test_four_ranks_compute_with_the_same_weights() -> None:
     for name in ranks[0]["own"]:  # each rank saves its own part
         copies = np.concatenate([rank["own"][name] for rank in ranks])
         assert np.array_equal(copies[: computed[name].size], computed[name].ravel())
-    for rank in ranks:  # Gloo adds in another order
-        for name, value in rank["exact"].items():
-            np.testing.assert_allclose(value, rank["dense"][name], rtol=0, atol=2e-6)
+    for rank in ranks:
+        assert same(rank["exact"], rank["dense"])
+        assert same(rank["exact, bfloat16"], rank["dense, bfloat16"])
 
 
 def train_on(rank: int, ranks: int, epochs: int, save: str, resume: str | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_gc.engine import Engine
@@ -97,12 +98,7 @@ def errors_of(engine: Engine) -> dict[str, Tensor]:
 
 def scatter(rank: int, ranks: int, way: Way, steps: int = 3) -> list[Scattered]:
     """Make backward passes of a small net in shards; return what was exchanged in each."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=MINUTE)
-    mesh = replica_mesh("cpu", 1, ranks, MINUTE)["data_parallel"]
-    net = Net()
-    for child in (*net.children(), net):
-        fully_shard(child, mesh=mesh)
+    net, mesh = sharded(rank, ranks)
     workers = FSDPWorkers(way.configuration)
     workers.shard, workers.shards = rank, ranks
     workers.name(net)
@@ -121,6 +117,27 @@ def scatter(rank: int, ranks: int, way: Way, steps: int = 3) -> list[Scattered]:
         left = dict(workers.first.padding), errors_of(workers.first)
         found.append(Scattered(shapes, grads, means, recording.sent_bytes, *left))
     watched.close()
+    return found
+
+
+def sharded(rank: int, ranks: int) -> tuple[Net, DeviceMesh]:
+    """Return a small net in shards, and its mesh."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=MINUTE)
+    mesh = replica_mesh("cpu", 1, ranks, MINUTE)["data_parallel"]
+    net = Net()
+    for child in (*net.children(), net):
+        fully_shard(child, mesh=mesh)
+    return net, mesh
+
+
+def by_torch(rank: int, ranks: int, steps: int = 3) -> list[dict[str, Tensor]]:
+    """Make the same passes; return the gradients of FSDP2's own reduce-scatters, by name."""
+    (net, _), found = sharded(rank, ranks), []
+    for index in range(steps):
+        net.backward(index, rank)
+        grads: dict[str, Any] = {n: p.grad for n, p in net.named_parameters()}
+        found.append({n: g.to_local().reshape(-1) for n, g in grads.items() if g is not None})
     return found
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, Reply, Request
+from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, MeanShard, Reply, Request
 from lightning_gc.core.segments import PIECE, Segments
 from lightning_gc.engine.error_buffers import Layouts
 from lightning_gc.engine.guard import Guard
@@ -107,6 +107,19 @@ def test_where_each_has_its_own_shard_the_flag_rides_on_the_exchange() -> None:
         out = torch.zeros(4)
         guard.poison(out)
         assert out.isnan().tolist() == [worker == 0, worker == 1] * 2
+
+
+def test_the_flag_rides_with_every_shard_of_a_mean() -> None:
+    """A worker whose own gradient is finite learns of the other's."""
+    guards = []
+    for worker, values in enumerate(([1.0, 1.0], [NAN, 1.0])):
+        bucket = Bucket(torch.tensor(values), {"one": (2,)}, worker=worker, workers=2)
+        guards.append(Guard(bucket, Layouts(), scatters=True))
+    Simulated(2).run([guard.watch(asks(MeanShard((torch.ones(2),)))) for guard in guards])
+    for worker, guard in enumerate(guards):
+        out = torch.zeros(2)
+        guard.poison(out)
+        assert out.isnan().tolist() == [worker == 0, worker == 1]
 
 
 def test_nothing_asked_nothing_sent() -> None:

@@ -16,6 +16,7 @@ from lightning_gc.core import (
     Gather,
     Limits,
     Mean,
+    MeanShard,
     Payload,
     Reply,
     Request,
@@ -63,8 +64,8 @@ class Lying(Simulated):
         return super().fulfil(lies)
 
     def _damaged(self, request: Request) -> Request:
-        if isinstance(request, Mean):
-            return Mean(damaged(self.data, request.tensors, None))
+        if isinstance(request, Mean | MeanShard):
+            return type(request)(damaged(self.data, request.tensors, None))
         if isinstance(request, Gather):
             return request._replace(tensors=damaged(self.data, request.tensors, request.limits))
         lies = tuple(damaged(self.data, payload, request.limits) for payload in request.payloads)

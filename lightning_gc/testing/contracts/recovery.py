@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor, GTopK
-from lightning_gc.core import Exchange, Gather, Mean, Payload, Reply, Request
+from lightning_gc.core import Exchange, Gather, Mean, MeanShard, Payload, Reply, Request
 from lightning_gc.memories import MomentumCorrection
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.cases import broken
@@ -103,8 +103,8 @@ class Flooding(Simulated):
         return super().fulfil(sent)
 
     def _flooded(self, request: Request) -> Request:
-        if isinstance(request, Mean):
-            return Mean(self._filled(request.tensors))
+        if isinstance(request, Mean | MeanShard):
+            return type(request)(self._filled(request.tensors))
         if isinstance(request, Gather):
             return request._replace(tensors=self._filled(request.tensors))
         return Exchange(tuple(self._filled(each) for each in request.payloads), request.limits)

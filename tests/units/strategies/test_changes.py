@@ -46,6 +46,20 @@ def test_every_change_has_a_sentence(what: str) -> None:
     assert found.same_controller == (what != "controller")
 
 
+def test_another_compressor_of_weights_is_told() -> None:
+    """Checkpoints without compressed weights do not name one."""
+    eight = {**SAME, "weights": "Int8()"}
+    for before, now, named in (
+        (SAME, eight, "None is now Int8()"),
+        (eight, SAME, "Int8() is now None"),
+    ):
+        found = changes(before, now, own(**SHAPES), SHAPES)
+        assert found.sentences == [f"Weights' compressor {named}: exact weights are kept."]
+        assert found.same_controller
+        assert set(found.memory) == {"a", "b"}
+    assert not changes(eight, eight, own(**SHAPES), SHAPES).sentences
+
+
 def test_errors_are_not_said_to_be_kept_and_dropped() -> None:
     """A new compressor brings its default memory, which may keep other buffers, or none."""
     other = {"compressor": "QSGD(bits=4)", "memory": "NoMemory()", "controller": "None"}

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gc.core.flow import Exchange, Gather, Reply, Request, join
+from lightning_gc.core.flow import Exchange, Gather, MeanShard, Reply, Request, join
 from lightning_gc.core.message import Message, as_bytes, joined, reserve
 from lightning_gc.exchange.peers import ShardParts
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.transports import Simulated, Transport
-from lightning_gc.transports.base import check_lengths, laid_out, lengths_of
+from lightning_gc.transports.base import Checksummed, check_lengths, laid_out, lengths_of
 from lightning_gc.transports.distributed import MAX_TEXT, broadcast_text, gather_text
-from lightning_gc.transports.peer_error import PeerError
+from lightning_gc.transports.peer_error import MessageError, PeerError
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 CPU = torch.device("cpu")
@@ -120,6 +120,30 @@ def test_the_simulator_checks_lengths_of_exchanges_too() -> None:
     requests = [Exchange(((fine,), (fine,)), (2,)), Exchange(((fine,), (long,)), (2,))]
     with pytest.raises(ValueError, match="Worker 1 announces 3 elements where at most 2"):
         Simulated(2).fulfil(requests)
+
+
+class Alike(Transport):
+    """Worker 0 of two that send the same; bit 6 of worker 1's first byte is flipped if asked."""
+
+    worker, workers = 0, 2
+
+    def __init__(self, flipped: bool) -> None:
+        self.flipped = flipped
+
+    def fulfil(self, request: Request) -> Reply:
+        assert isinstance(request, Exchange), "else nothing could be compared"
+        mine, theirs = ([t.clone() for t in request.payloads[0]] for _ in range(2))
+        if self.flipped:
+            as_bytes(theirs[0])[0] ^= 64
+        return [mine, theirs]
+
+
+def test_shards_of_a_mean_have_checksums_too() -> None:
+    request = MeanShard((torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 6.0])))
+    found = Checksummed(Alike(flipped=False)).fulfil(request)
+    assert [shard.tolist() for shard in found] == [[1.0, 2.0], [5.0]]
+    with pytest.raises(MessageError, match="message of worker 1 does not match"):
+        Checksummed(Alike(flipped=True)).fulfil(request)
 
 
 class Says(Transport):
