@@ -13,7 +13,6 @@ import argparse
 import gc as garbage
 import statistics
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -207,14 +206,15 @@ def main() -> None:
     head = ["method", "ms a step", f"beside {NONE}", "operations", "ms busy"]
     head += ["GiB", f"beside {PLAIN}"]
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    versions = f"torch {version('torch')}, NCCL {nccl}, Lightning {version('pytorch-lightning')}"
+    known = dated_page.versions("torch", "triton", "pytorch-lightning")
+    versions = f"{known}, NCCL {nccl}"
     text = f"""{dated_page.title("What compression costs a GPU")}
 
 `python benchmarks/gpu_step.py --batch {options.batch}` on one {torch.cuda.get_device_name()} with
 {versions}: GPT-2, {options.batch} texts of 1,024 words a step, bfloat16 by autocast, AdamW; medians
 of {options.rounds} turns of {options.steps} steps. One worker: everything is compressed and
-decoded, nothing travels. Operations of the GPU in a step, and the milliseconds in which at least
-one runs, are from torch's profiler, in a run of their own.
+decoded, nothing travels. torch's profiler counted operations of the GPU in a step, and the
+milliseconds in which at least one runs. It ran apart from the measured steps.
 
 {markdown(head, rows, left=("method",))}
 Operations that take longer than in {NONE!r}, in milliseconds of a step:

@@ -118,8 +118,8 @@ class Checksummed(Transport):
     Communication pattern:
         ``Gather`` and ``Exchange`` as ``inner`` does them. An all-reduce happens within the
         backend, where nothing can be compared, so ``MeanShard`` is an all-to-all of shards, which
-        are averaged in float32 or wider. ``Mean`` is that and an all-gather of the means: the bytes
-        of a ring all-reduce, and the same bits on all workers.
+        are averaged in float32 or wider. ``Mean`` gathers these means, too. It sends the bytes of a
+        ring all-reduce, and all workers have the same bits.
 
     Raises:
         MessageError: a message differs from what its sender packed; the error names the sender.

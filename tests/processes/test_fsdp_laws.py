@@ -111,7 +111,7 @@ def test_uncompressed_it_is_the_mean_at_a_reduce_scatters_bytes(found: Found) ->
 
 
 def test_uncompressed_it_has_fsdp2s_bits(found: Found) -> None:
-    """Those of its own reduce-scatters, in which Gloo adds in an order of its own."""
+    """Gloo adds in another order than that of ranks, and so do both."""
     for steps, theirs in zip(found["identity"], found["by torch"], strict=True):
         for step, wanted in zip(steps, theirs, strict=True):
             ours = dict[str, Tensor]()
