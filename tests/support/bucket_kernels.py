@@ -106,8 +106,8 @@ def _mean(numbers: Tensor, count: int | Tensor) -> Tensor:
 def without_kernels() -> Iterator[None]:
     """Let torch compute what kernels do otherwise, and numba nothing.
 
-    Where kernels draw random numbers, torch is given the same. On a GPU torch adds signs' magnitudes
-    in another order than kernels do, so it is given theirs.
+    Where kernels draw random numbers, torch is given the same. On a GPU torch adds magnitudes of
+    signs in another order than kernels do, so it is given theirs.
     """
     with contextlib.ExitStack() as stack:
         if DEVICE == "cuda":
