@@ -790,8 +790,11 @@ class Keeper:
             return
         if math.isnan(self._since):
             self._since = now
-        # In a repeated round the silent are not waited for: one of them has died.
-        coming = [r for r in here if r not in asking and (not self.attempt or r.token in near)]
+        # One that has been silent for as long as it would be waited for has died, or will be late.
+        # In a repeated round the silent are not waited for at all: one of them has died.
+        silence = NEAR if self.attempt else max(NEAR, asking[0].grace)
+        heard = {r.token for r in self._members(now, silence)}
+        coming = [r for r in here if r not in asking and r.token in heard]
         coming = [r for r in coming if r.phase != "asking" or r.token not in near]
         late = [r for r in self._living(now, NEAR) if r not in asking]
         coming += [r for r in late if self._sent.get(r.token) in AWAITED]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gc.local_steps.roll import (
+    NEAR,
     Called,
     Do,
     Enter,
@@ -356,6 +357,22 @@ def test_a_worker_with_other_weights_takes_a_snapshot() -> None:
     said = keeper.tick(0.1) + keeper.tick(0.1 + GRACE)
     assert [e.members for e in said if isinstance(e, Called)] == [(1, 2)]
     assert [(e.token, e.donor) for e in said if isinstance(e, Enter)] == [("a", 1)]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_worker_that_was_silent_for_grace_is_not_waited_for_again(silent: bool) -> None:
+    """It died in its steps. One that was heard since then is waited for."""
+    keeper, late = Keeper(settle=0.0), 0.2 + max(GRACE, NEAR)
+    reports = [asking(token, number, "same") for number, token in enumerate("abc")]
+    for report in reports:
+        keeper.hear(dataclasses.replace(report, phase="training"), 0.1)
+    keeper.tick(0.1)
+    for report in reports[: 2 if silent else 3]:
+        phase: Any = "training" if report.token == "c" else "asking"
+        keeper.hear(dataclasses.replace(report, phase=phase, beat=2), late)
+    said = [keeper.tick(late), keeper.tick(late + GRACE)]
+    members = [[e.members for e in each if isinstance(e, Called)] for each in said]
+    assert members == ([[(0, 1)], []] if silent else [[], [(0, 1)]])
 
 
 def test_unlike_results_are_not_committed() -> None:
