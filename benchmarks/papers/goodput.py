@@ -28,7 +28,7 @@ from lightning_gc.core import plot_style
 DEATHS, JOINS = 20, 25  # one in so many rounds
 ROUNDS = 100
 WORKERS = (4, 8, 16, 32, 64)
-ENDS = {  # how a machine ends, and the timeout
+ENDS: dict[str, dict[str, Any]] = {  # how a machine ends, and the timeout
     "broken": {"silent": False, "timeout": 30.0},
     "silent": {"silent": True, "timeout": 30.0},
     "silent, `timeout=10`": {"silent": True, "timeout": 10.0},
@@ -46,8 +46,8 @@ for a timeout, the lost steps of a dead worker and its absence until another one
 In *virtual time* the library's keeper and members decide, and machines only count seconds: 8 steps
 of 1 s, 5 % more or less, an exchange of 2 s, a snapshot of 4 s, and the defaults `grace=5`,
 `timeout=30`. *Broken*: a dead machine's connections close, and the others notice after 0.3 s.
-*Silent*: they stay open, and the timeout notices. A machine that dies in a step stops reporting, and
-the others go on without it once it has been silent for `grace`. *Real*: four jobs of this machine
+*Silent*: they stay open, and the timeout notices. A machine that dies in a step stops reporting.
+The others go on without it once it has been silent for `grace`. *Real*: four jobs of this machine
 over Gloo, for {LENGTH} rounds. A step is padded to {SECONDS} s. Jobs are killed by SIGKILL, with
 `grace=1` and `timeout=5`. They train a perceptron, because only time counts. Every real run is
 replayed from its roll, and the replay's weights have the same bits. The rate without failures is
