@@ -408,6 +408,29 @@ def test_members_never_differ_and_go_on_when_faults_end(number: int, hits: Any) 
     meet_faults(number, hits)
 
 
+AWAY = {
+    "a silent worker's number is given to another one": (
+        3,
+        [("freeze", 2, 20), ("restart", 0, 9), ("join", 0, 5), ("freeze", 1, 6), ("join", 0, 24)]
+        + [("thaw", 1, 20), ("wait", 0, 30), ("restart", 0, 21)],
+    ),
+    "one that is rounds behind says what was decided": (
+        3,
+        [("wait", 0, 22), ("freeze", 0, 34), ("wait", 0, 10), ("leave", 1, 17), ("restart", 0, 4)],
+    ),
+    "nobody judges the attempt of one that comes back": (
+        3,
+        [("wait", 0, 11), ("kill", 1, 13), ("freeze", 0, 23), ("restart", 0, 15)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AWAY)
+def test_a_restarted_keeper_meets_workers_that_were_away(name: str) -> None:
+    number, hits = AWAY[name]
+    meet_faults(number, hits)
+
+
 @pytest.mark.nightly
 @settings(max_examples=1000, deadline=None)
 @given(number=st.integers(2, 4), hits=HITS)
