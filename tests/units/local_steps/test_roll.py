@@ -420,7 +420,7 @@ AWAY = {
     ),
     "nobody judges the attempt of one that comes back": (
         3,
-        [("wait", 0, 11), ("kill", 1, 13), ("freeze", 0, 23), ("restart", 0, 15)],
+        [("wait", 0, 11), ("kill", 1, 13), ("freeze", 0, 40), ("restart", 0, 15)],
     ),
 }
 
