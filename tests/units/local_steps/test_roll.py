@@ -411,8 +411,10 @@ def test_members_never_differ_and_go_on_when_faults_end(number: int, hits: Any) 
 AWAY = {
     "a silent worker's number is given to another one": (
         3,
-        [("freeze", 2, 20), ("restart", 0, 9), ("join", 0, 5), ("freeze", 1, 6), ("join", 0, 24)]
-        + [("thaw", 1, 20), ("wait", 0, 30), ("restart", 0, 21)],
+        [
+            *(("freeze", 2, 20), ("restart", 0, 9), ("join", 0, 5), ("freeze", 1, 6)),
+            *(("join", 0, 24), ("thaw", 1, 20), ("wait", 0, 30), ("restart", 0, 21)),
+        ],
     ),
     "one that is rounds behind says what was decided": (
         3,
