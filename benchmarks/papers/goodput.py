@@ -163,6 +163,8 @@ def join(cell: Cell) -> Row:
     return {
         "cost": [each / usual for each in found["joins"]],
         "quiet": [each / usual for each in found["quiet"]],
+        "cpu": [each / usual for each in found["cpu_joins"]],
+        "cpu_quiet": [each / usual for each in found["cpu_quiet"]],
         "round": usual,
     }
 
@@ -185,7 +187,7 @@ def page(rows: list[Row]) -> str:
             again = [statistics.fmean(_several(each, "deaths")) for each in kinds]
             there = statistics.fmean(present(workers, row["seed"]) for row in kinds[0])
             figures = [f"{there:.1%}", *map(_percent, kinds), *(f"{each:.2f}" for each in again)]
-            shown.append([workers, *figures, len(kinds[0])])
+            shown.append([workers, *figures, min(map(len, kinds))])
     head = ["workers", "present", *(f"{end}: goodput (least)" for end in ENDS)]
     head += [*(f"{end}: death to next commit" for end in ENDS), "seeds"]
     text = "## Goodput in virtual time\n\n*Present* is the share of workers that are there: the "
@@ -252,12 +254,18 @@ def _joins(rows: list[Row]) -> str:
                     f"{min(cost):+.1%} to {max(cost):+.1%}",
                     len(cost),
                     f"±{statistics.pstdev(_several(mine, 'quiet')):.1%}",
+                    *(f"{statistics.median(_several(mine, n)):+.1%}" for n in ("cpu", "cpu_quiet")),
                 ]
             )
     text = "By how much the round before and the first round of a joiner are longer together, as a "
-    text += "share of a usual round, for the members. The last column is the standard deviation of "
+    text += "share of a usual round, for the members. *Quiet rounds* is the standard deviation of "
     text += "this figure where nobody joins.\n\n"
-    return text + table(["parameters", "round", "median", "range", "joins", "quiet rounds"], shown)
+    text += (
+        "*CPU* is the CPU time that these two rounds need in addition, of the member that needs "
+    )
+    text += "most, as a share of a round's seconds. A loaded machine changes it less. Medians.\n\n"
+    head = ["parameters", "round", "median", "range", "joins", "quiet rounds"]
+    return text + table([*head, "CPU", "CPU of quiet rounds"], shown)
 
 
 def claims(rows: list[Row]) -> list[Claim]:
