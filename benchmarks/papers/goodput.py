@@ -260,10 +260,11 @@ def _joins(rows: list[Row]) -> str:
     text = "By how much the round before and the first round of a joiner are longer together, as a "
     text += "share of a usual round, for the members. *Quiet rounds* is the standard deviation of "
     text += "this figure where nobody joins.\n\n"
+    text += "*CPU* is the CPU time by which these two rounds need more, as a share of a round's "
     text += (
-        "*CPU* is the CPU time that these two rounds need in addition, of the member that needs "
+        "seconds. It is the median of the member that needs most. Other programs change it less."
     )
-    text += "most, as a share of a round's seconds. A loaded machine changes it less. Medians.\n\n"
+    text += "\n\n"
     head = ["parameters", "round", "median", "range", "joins", "quiet rounds"]
     return text + table([*head, "CPU", "CPU of quiet rounds"], shown)
 
