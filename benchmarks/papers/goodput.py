@@ -261,10 +261,7 @@ def _joins(rows: list[Row]) -> str:
     text += "share of a usual round, for the members. *Quiet rounds* is the standard deviation of "
     text += "this figure where nobody joins.\n\n"
     text += "*CPU* is the CPU time by which these two rounds need more, as a share of a round's "
-    text += (
-        "seconds. It is the median of the member that needs most. Other programs change it less."
-    )
-    text += "\n\n"
+    text += "seconds. It is the median of the member that needs most.\n\n"
     head = ["parameters", "round", "median", "range", "joins", "quiet rounds"]
     return text + table([*head, "CPU", "CPU of quiet rounds"], shown)
 
