@@ -93,7 +93,7 @@ class Reader(Words):
         torch.manual_seed(task.seed)
         super().__init__(len(corpus.words), task.steps, task.seconds)
         self.task, self.text = task, corpus.train
-        self.cpu: dict[int, float] = {}  # step -> CPU seconds of the process before it
+        self.used: dict[int, float] = {}  # step -> CPU seconds of the process before it
         if task.small:
             self.net = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 8))  # type: ignore[assignment]
         if task.ballast:
@@ -102,7 +102,7 @@ class Reader(Words):
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         """Return the mean cross-entropy of a word."""
         self.step_began = time.monotonic()
-        self.cpu[self.global_step] = time.process_time()
+        self.used[self.global_step] = time.process_time()
         strategy: Any = self.trainer.strategy
         place = (self.task.seed * 1000 + strategy.number) * 100_000 + self.global_step
         draw = torch.Generator().manual_seed(place)
@@ -167,7 +167,7 @@ def work(task: Task, port: int, folder: str, name: str) -> None:
     elastic = Elastic(f"127.0.0.1:{port}", **TERMS)  # type: ignore[arg-type]
     strategy = LocalStepsStrategy(**task.settings, process_group_backend="gloo", elastic=elastic)
     words = fit(strategy, task, 1)
-    left = {"digest": digest_of(words), "cpu": list(words.cpu.items())}
+    left = {"digest": digest_of(words), "cpu": list(words.used.items())}
     (Path(folder) / f"{name}.json").write_text(json.dumps(left))
 
 
@@ -300,13 +300,16 @@ def measured(jobs: Jobs) -> dict[str, Any]:
     usual = statistics.median(took)
     joins, quiet, cpu_joins, cpu_quiet = [], [], [], []
     each_round = [jobs.cpu(r.round, r.round + 1) for r in records]
-    busy = [statistics.median(job) for job in zip(*filter(None, each_round), strict=True)]
+    most = max(map(len, each_round))  # fewer: a job was late, and has dropped steps
+    whole = [each for each in each_round if len(each) == most]
+    busy = [statistics.median(job) for job in zip(*whole, strict=True)]
     for index in range(2, len(records)):
         before, record = records[index - 1 : index + 1]
         if not any(each.attempt or each.lost or each.left for each in (before, record)):
             late = sum(took[index - 2 : index]) - 2 * usual
             cpu = jobs.cpu(record.round - 1, record.round + 1)
-            more = [max(c - 2 * b for c, b in zip(cpu, busy, strict=True))] if cpu else []
+            extra = [c - 2 * b for c, b in zip(cpu, busy, strict=False)]
+            more = [max(extra)] if extra and len(cpu) == len(busy) else []
             if record.entered:
                 joins.append(late)
                 cpu_joins += more
