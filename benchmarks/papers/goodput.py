@@ -163,14 +163,19 @@ def join(cell: Cell) -> Row:
     return {
         "cost": [each / usual for each in found["joins"]],
         "quiet": [each / usual for each in found["quiet"]],
-        "cpu": [each / usual for each in found["cpu_joins"]],
-        "cpu_quiet": [each / usual for each in found["cpu_quiet"]],
+        "busy": [each / usual for each in found["cpu_joins"]],
+        "busy_quiet": [each / usual for each in found["cpu_quiet"]],
         "round": usual,
     }
 
 
 def _several(rows: Sequence[Row], name: str) -> list[float]:
     return [each for row in rows for each in row[name]]
+
+
+def _median(rows: Sequence[Row], name: str) -> str:
+    found = _several([row for row in rows if name in row], name)  # older rows have none
+    return f"{statistics.median(found):+.1%}" if found else "–"
 
 
 def _percent(rows: Sequence[Row]) -> str:
@@ -254,7 +259,7 @@ def _joins(rows: list[Row]) -> str:
                     f"{min(cost):+.1%} to {max(cost):+.1%}",
                     len(cost),
                     f"±{statistics.pstdev(_several(mine, 'quiet')):.1%}",
-                    *(f"{statistics.median(_several(mine, n)):+.1%}" for n in ("cpu", "cpu_quiet")),
+                    *(_median(mine, name) for name in ("busy", "busy_quiet")),
                 ]
             )
     text = "By how much the round before and the first round of a joiner are longer together, as a "
