@@ -28,6 +28,11 @@ from lightning_gc.core import plot_style
 DEATHS, JOINS = 20, 25  # one in so many rounds
 ROUNDS = 100
 WORKERS = (4, 8, 16, 32, 64)
+ENDS: dict[str, dict[str, Any]] = {  # how a machine ends, and the timeout
+    "broken": {"silent": False, "timeout": 30.0},
+    "silent": {"silent": True, "timeout": 30.0},
+    "silent, `timeout=10`": {"silent": True, "timeout": 10.0},
+}
 LOSSES = {4: (40, 2), 64: (40, 1)}  # workers -> rounds, rows of a batch
 REAL, LENGTH, SECONDS = 4, 60, 0.15  # workers, rounds, and seconds of a step
 BALLAST = (0, 10_000_000)
@@ -41,10 +46,12 @@ for a timeout, the lost steps of a dead worker and its absence until another one
 In *virtual time* the library's keeper and members decide, and machines only count seconds: 8 steps
 of 1 s, 5 % more or less, an exchange of 2 s, a snapshot of 4 s, and the defaults `grace=5`,
 `timeout=30`. *Broken*: a dead machine's connections close, and the others notice after 0.3 s.
-*Silent*: they stay open, and the timeout notices. *Real*: four jobs of this machine over Gloo, for
-{LENGTH} rounds. A step is padded to {SECONDS} s. Jobs are killed by SIGKILL, with `grace=1` and
-`timeout=5`. They train a perceptron, because only time counts. Every real run is replayed from its
-roll, and the replay's weights have the same bits. The rate without failures is seed 0's.
+*Silent*: they stay open, and the timeout notices. A machine that dies in a step stops reporting.
+The others go on without it once it has been silent for `grace`. *Real*: four jobs of this machine
+over Gloo, for {LENGTH} rounds. A step is padded to {SECONDS} s. Jobs are killed by SIGKILL, with
+`grace=1` and `timeout=5`. They train a perceptron, because only time counts. Every real run is
+replayed from its roll, and the replay's weights have the same bits. The rate without failures is
+seed 0's.
 
 Losses are of the small transformer of `local_steps.py`, with AdamW at 0.006 and H = 8. Runs with
 failures go on until they have as many committed worker-steps as the undisturbed run, so tokens are
@@ -56,13 +63,12 @@ of one row.
 def cells(seeds: int) -> list[Cell]:
     """Return all: virtual time, losses, real jobs, and the cost of a join."""
     numbers = range(seeds)
-    many = range(2 * seeds)  # virtual time is cheap
     both = (False, True)
-    found = [
-        {"kind": "protocol", "workers": w, "silent": s, "seed": n}
+    found: list[Cell] = [
+        {"kind": "protocol", "workers": w, **end, "seed": n}
         for w in WORKERS
-        for s in both
-        for n in many
+        for end in ENDS.values()
+        for n in range(seeds * max(1, 32 // w))  # virtual time is cheap
     ]
     found += [
         {"kind": "loss", "workers": w, "arm": arm, "failures": f, "seed": n}
@@ -96,7 +102,7 @@ def train(cell: Cell, data: Path | None) -> Row:
 
 def protocol(cell: Cell) -> Row:
     """Compare rates in virtual time."""
-    seed, terms = cell["seed"], Terms(silent=cell["silent"])
+    seed, terms = cell["seed"], Terms(silent=cell["silent"], timeout=cell["timeout"])
     rates = []
     for disturbed in (False, True):
         draw = random.Random(seed)
@@ -157,12 +163,19 @@ def join(cell: Cell) -> Row:
     return {
         "cost": [each / usual for each in found["joins"]],
         "quiet": [each / usual for each in found["quiet"]],
+        "busy": [each / usual for each in found["cpu_joins"]],
+        "busy_quiet": [each / usual for each in found["cpu_quiet"]],
         "round": usual,
     }
 
 
 def _several(rows: Sequence[Row], name: str) -> list[float]:
     return [each for row in rows for each in row[name]]
+
+
+def _median(rows: Sequence[Row], name: str) -> str:
+    found = _several([row for row in rows if name in row], name)  # older rows have none
+    return f"{statistics.median(found):+.1%}" if found else "–"
 
 
 def _percent(rows: Sequence[Row]) -> str:
@@ -174,17 +187,17 @@ def page(rows: list[Row]) -> str:
     """Return the tables."""
     shown = []
     for workers in WORKERS:
-        kinds = [where(rows, kind="protocol", workers=workers, silent=s) for s in (False, True)]
+        kinds = [where(rows, kind="protocol", workers=workers, **end) for end in ENDS.values()]
         if all(kinds):
             again = [statistics.fmean(_several(each, "deaths")) for each in kinds]
             there = statistics.fmean(present(workers, row["seed"]) for row in kinds[0])
             figures = [f"{there:.1%}", *map(_percent, kinds), *(f"{each:.2f}" for each in again)]
-            shown.append([workers, *figures])
-    head = ["workers", "present", "broken: goodput (least)", "silent: goodput (least)"]
-    head += ["broken: death to next commit", "silent: death to next commit"]
+            shown.append([workers, *figures, min(map(len, kinds))])
+    head = ["workers", "present", *(f"{end}: goodput (least)" for end in ENDS)]
+    head += [*(f"{end}: death to next commit" for end in ENDS), "seeds"]
     text = "## Goodput in virtual time\n\n*Present* is the share of workers that are there: the "
-    text += "goodput if a death and a join took no time. The last two columns are means, in rounds "
-    text += "of 10 s.\n\n"
+    text += "goodput if a death and a join took no time. *Death to next commit* is a "
+    text += "mean, in rounds of 10 s.\n\n"
     text += table(head, shown)
     text += "\n## Losses at equal tokens\n\n" + _losses(rows)
     text += "\n## Real jobs\n\n" + _real(rows)
@@ -246,25 +259,30 @@ def _joins(rows: list[Row]) -> str:
                     f"{min(cost):+.1%} to {max(cost):+.1%}",
                     len(cost),
                     f"±{statistics.pstdev(_several(mine, 'quiet')):.1%}",
+                    *(_median(mine, name) for name in ("busy", "busy_quiet")),
                 ]
             )
     text = "By how much the round before and the first round of a joiner are longer together, as a "
-    text += "share of a usual round, for the members. The last column is the standard deviation of "
+    text += "share of a usual round, for the members. *Quiet rounds* is the standard deviation of "
     text += "this figure where nobody joins.\n\n"
-    return text + table(["parameters", "round", "median", "range", "joins", "quiet rounds"], shown)
+    text += "*CPU* is the CPU time by which these two rounds need more, as a share of a round's "
+    text += "seconds. It is the median of the member that needs most.\n\n"
+    head = ["parameters", "round", "median", "range", "joins", "quiet rounds"]
+    return text + table([*head, "CPU", "CPU of quiet rounds"], shown)
 
 
 def claims(rows: list[Row]) -> list[Claim]:
     """Hold goodput and losses against Decoupled DiLoCo's."""
     found = []
-    for kind in ("protocol", "real"):
-        mine = [row for row in rows if row["kind"] == kind and "goodput" in row]
+    kinds = {name: {"kind": "protocol", **end} for name, end in ENDS.items()}
+    for name, settings in {**kinds, "real": {"kind": "real"}}.items():
+        mine = [row for row in where(rows, **settings) if "goodput" in row]
         if mine:
             several = {row["workers"]: [] for row in mine}  # type: ignore[var-annotated]
             for row in mine:
                 several[row["workers"]].append(row["goodput"])
             least = min(statistics.fmean(each) for each in several.values())
-            text = f"goodput of at least 85 % under failures ({kind}; by the means)"
+            text = f"goodput of at least 85 % under failures ({name}; by the means)"
             said = f"{least:.1%} at the worst number of workers"
             found.append(Claim(text, "88 %", said, "agrees" if least >= 0.85 else "disagrees"))
     for workers, arm, plain, failing in _pairs(rows):
@@ -280,8 +298,8 @@ def draw(rows: list[Row], figure: Figure) -> None:
     """Draw goodput by the number of workers."""
     ax = figure.subplots()
     lines: dict[str, dict[str, Any]] = {
-        "virtual, broken connections": {"kind": "protocol", "silent": False},
-        "virtual, silent": {"kind": "protocol", "silent": True},
+        "virtual, broken connections": {"kind": "protocol", **ENDS["broken"]},
+        "virtual, silent": {"kind": "protocol", **ENDS["silent"]},
         "real": {"kind": "real", "failures": True},
     }
     for index, (name, settings) in enumerate(lines.items()):

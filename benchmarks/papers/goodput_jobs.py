@@ -93,6 +93,7 @@ class Reader(Words):
         torch.manual_seed(task.seed)
         super().__init__(len(corpus.words), task.steps, task.seconds)
         self.task, self.text = task, corpus.train
+        self.used: dict[int, float] = {}  # step -> CPU seconds of the process before it
         if task.small:
             self.net = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 8))  # type: ignore[assignment]
         if task.ballast:
@@ -101,6 +102,7 @@ class Reader(Words):
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         """Return the mean cross-entropy of a word."""
         self.step_began = time.monotonic()
+        self.used[self.global_step] = time.process_time()
         strategy: Any = self.trainer.strategy
         place = (self.task.seed * 1000 + strategy.number) * 100_000 + self.global_step
         draw = torch.Generator().manual_seed(place)
@@ -165,7 +167,8 @@ def work(task: Task, port: int, folder: str, name: str) -> None:
     elastic = Elastic(f"127.0.0.1:{port}", **TERMS)  # type: ignore[arg-type]
     strategy = LocalStepsStrategy(**task.settings, process_group_backend="gloo", elastic=elastic)
     words = fit(strategy, task, 1)
-    (Path(folder) / f"{name}.json").write_text(json.dumps(digest_of(words)))
+    left = {"digest": digest_of(words), "cpu": list(words.used.items())}
+    (Path(folder) / f"{name}.json").write_text(json.dumps(left))
 
 
 class Jobs:
@@ -262,9 +265,19 @@ class Jobs:
             self.times += [now] * (lines - len(self.times))
 
     @property
+    def _left(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in self.folder.glob("*.json")]
+
+    @property
     def digests(self) -> set[str]:
         """Digests of the weights of the jobs that came to the end."""
-        return {json.loads(path.read_text()) for path in self.folder.glob("*.json")}
+        return {each["digest"] for each in self._left}
+
+    def cpu(self, first: int, end: int) -> list[float]:
+        """Return CPU seconds of these rounds, of each job that was there from the first step on."""
+        known = [dict(each["cpu"]) for each in self._left]
+        steps = first * self.task.every, end * self.task.every
+        return [c[steps[1]] - c[steps[0]] for c in known if {0, *steps} <= c.keys()]
 
     def close(self) -> None:
         """Delete what the jobs have left."""
@@ -278,21 +291,31 @@ def measured(jobs: Jobs) -> dict[str, Any]:
         ``rate``: committed worker-steps per second. ``round``: median seconds of a round.
         ``deaths``: seconds from a kill to the next commit. ``joins``: by how many seconds the
         rounds before and with a worker's first one were longer than the median, for each join.
-        ``quiet``: the same of two rounds in a row in which nothing happened.
+        ``quiet``: the same of two rounds in a row in which nothing happened. ``cpu_joins`` and
+        ``cpu_quiet``: the same in CPU seconds, of the member that needed most.
     """
     every, records = jobs.task.every, list(jobs.roll)
     times = jobs.times[: len(records)]
     took = [after - before for before, after in itertools.pairwise(times)]
     usual = statistics.median(took)
-    joins, quiet = [], []
+    joins, quiet, cpu_joins, cpu_quiet = [], [], [], []
+    each_round = [jobs.cpu(r.round, r.round + 1) for r in records]
+    most = max(map(len, each_round))  # fewer: a job was late, and has dropped steps
+    whole = [each for each in each_round if len(each) == most]
+    busy = [statistics.median(job) for job in zip(*whole, strict=True)]
     for index in range(2, len(records)):
         before, record = records[index - 1 : index + 1]
         if not any(each.attempt or each.lost or each.left for each in (before, record)):
             late = sum(took[index - 2 : index]) - 2 * usual
+            cpu = jobs.cpu(record.round - 1, record.round + 1)
+            extra = [c - 2 * b for c, b in zip(cpu, busy, strict=False)]
+            more = [max(extra)] if extra and len(cpu) == len(busy) else []
             if record.entered:
                 joins.append(late)
+                cpu_joins += more
             elif not before.entered and not any(e.entered for e in records[index + 1 : index + 2]):
                 quiet.append(late)
+                cpu_quiet += more
     return {
         "rate": worker_steps(records[1:], every) / (times[-1] - times[0]),
         "round": usual,
@@ -305,6 +328,8 @@ def measured(jobs: Jobs) -> dict[str, Any]:
         ],
         "joins": joins,
         "quiet": quiet,
+        "cpu_joins": cpu_joins,
+        "cpu_quiet": cpu_quiet,
         "repeated": sum(each.attempt > 0 for each in records),
     }
 

@@ -84,8 +84,9 @@ class Elastic(Settings):
             there and it is an address of this machine, this job does.
         min_workers: fewest members of a round. With fewer, workers wait.
         grace: seconds that a round waits, after its first member has asked for it, for those that
-            have not. A worker that comes later loses its steps of the round. A run begins as late
-            after the first ``min_workers`` have come.
+            have not. A worker that comes later loses its steps of the round. A worker that has
+            been silent for so long is not waited for. A run begins as late after the first
+            ``min_workers`` have come.
         timeout: seconds of a message between workers. A worker that says nothing for so long is
             dead.
         patience: seconds that a worker waits for a rendezvous, or for ``min_workers``.

@@ -64,6 +64,7 @@ class Report:
         sought: the run whose snapshot it needs, of a worker that has been sent to one.
         number: the worker's number; None before the keeper has given one.
         wanted: the number that it would like to have.
+        free: the least number that no worker has had, as far as it has read.
         request: counts how often it has asked for a snapshot.
         round: number of the round.
         attempt: of the round.
@@ -87,6 +88,7 @@ class Report:
     sought: str = ""
     number: int | None = None
     wanted: int | None = None
+    free: int = 0
     request: int = 0
     round: int = 0
     attempt: int = 0
@@ -112,6 +114,7 @@ class Report:
             "sought": TEXT,
             "number": Optional(WHOLE),
             "wanted": Optional(WHOLE),
+            "free": WHOLE,
             "request": WHOLE,
             "round": WHOLE,
             "attempt": WHOLE,
@@ -425,9 +428,11 @@ class Member:
         """Take an entry; return what is to be done, if anything."""
         me = self.report
         match entry:
-            case Numbered(token, number) if token == me.token:
-                self._say(number=number)
-                return Do("number")
+            case Numbered(token, number):
+                self._say(free=max(me.free, number + 1))
+                if token == me.token:
+                    self._say(number=number)
+                    return Do("number")
             case Refused(token, why) if token == me.token:
                 return Do("refused", why=why)
             case Founded() if me.token in entry.tokens and me.phase in ("entering", "ready"):
@@ -585,8 +590,9 @@ class Keeper:
             return
         if known is None or report.beat > known.report.beat:
             self._heard[report.token] = _Heard(report, now)
-            if report.number is not None:
-                self._next = max(self._next, report.number + 1)
+            # A restarted keeper gives no other worker the number of one that is silent.
+            own = -1 if report.number is None else report.number
+            self._next = max(self._next, report.free, own + 1)
 
     def tick(self, now: float) -> list[Entry]:
         """Return what is decided at this time."""
@@ -604,6 +610,8 @@ class Keeper:
         self._now = now
         if self._founders:
             return [*said, *self._begin(now)]
+        if self._called is None:  # one that was frozen has come back to this round
+            self._take_up([r for r in self._members(now) if r.round == self.round])
         said += self._judge(now) if self._called is not None else self._call(now)
         return [*said, *self._let_in(now)]
 
@@ -645,15 +653,21 @@ class Keeper:
         ahead = max(runs, key=lambda r: (r.round, r.phase in ("training", "asking")))
         self.run, self.round = ahead.run, ahead.round
         here = [r for r in runs if r.run == self.run]
-        # Some may still be in the round that others have committed already.
-        under_way = [r for r in here if r.phase in ("running", "done", "failed")]
+        # Some may still be in the round that others have committed already. One that is further
+        # behind has been away, and members know the result of the last round only.
+        self._take_up([r for r in here if r.round >= ahead.round - 1])
+        self.attempt = max((r.attempt for r in here if r.round == self.round), default=0)
+        self._last = {_number(r): r.token for r in here}
+        self._norms = {_number(r): r.norm for r in here}
+
+    def _take_up(self, members: Sequence[Report]) -> None:
+        """Judge the last attempt that members are in, if only a keeper before this one knew it."""
+        under_way = [r for r in members if r.phase in ("running", "done", "failed")]
+        under_way = [r for r in under_way if (r.round, r.attempt) not in self._judged]
         if under_way:
             last = max(under_way, key=lambda r: (r.round, r.attempt))
             self.round = last.round
             self._called = Called(self.run, last.round, last.attempt, last.members, "")
-        self.attempt = max((r.attempt for r in here if r.round == self.round), default=0)
-        self._last = {_number(r): r.token for r in here}
-        self._norms = {_number(r): r.norm for r in here}
 
     def _found(self, now: float) -> Iterator[Entry]:
         """Begin a run when enough workers have come, and nobody else for a while."""
@@ -790,8 +804,11 @@ class Keeper:
             return
         if math.isnan(self._since):
             self._since = now
-        # In a repeated round the silent are not waited for: one of them has died.
-        coming = [r for r in here if r not in asking and (not self.attempt or r.token in near)]
+        # One that has been silent for as long as it would be waited for has died, or will be late.
+        # In a repeated round the silent are not waited for at all: one of them has died.
+        silence = NEAR if self.attempt else max(NEAR, asking[0].grace)
+        heard = {r.token for r in self._members(now, silence)}
+        coming = [r for r in here if r not in asking and r.token in heard]
         coming = [r for r in coming if r.phase != "asking" or r.token not in near]
         late = [r for r in self._living(now, NEAR) if r not in asking]
         coming += [r for r in late if self._sent.get(r.token) in AWAITED]

@@ -21,7 +21,7 @@ from lightning_gc.lightning.for_pytorch_lightning import (
     SimulatedLocalStepsStrategy,
 )
 from lightning_gc.local_steps.rendezvous import Rendezvous
-from lightning_gc.local_steps.roll import Entrance, Round
+from lightning_gc.local_steps.roll import BEAT, NEAR, Entrance, Round
 from tests.soak.elastic import Run
 from tests.support.elastic import Job, Stream, batches, replay, start, step_of, train
 from tests.support.fitting import quiet_trainer, unwarned
@@ -50,6 +50,10 @@ class Site:
         while step_of(self.job, name) < step:
             assert time.monotonic() < limit, f"{name} has not reached step {step}"
             time.sleep(0.005)
+
+    def go_on(self, name: str) -> None:
+        """Let a worker go on that waits at ``Job.holds``."""
+        (self.folder / f"{name}.go").touch()
 
     def signal(self, name: str, number: int) -> None:
         os.kill(self.processes[name].pid, number)
@@ -87,15 +91,26 @@ def assert_replayed(site: Site, left: list[Any]) -> None:
         assert made["errors"][each["number"]] == each["errors"]
 
 
-def test_a_killed_worker_costs_an_attempt_and_the_run_is_replayed(site: Site) -> None:
-    """One of the others is a loop of plain torch."""
-    site.start("a", "c")
+def test_a_killed_worker_costs_its_error_and_the_run_is_replayed(site: Site) -> None:
+    """It is killed at a step where it waits. One of the others is a loop of plain torch."""
+    site.job, others = replace(site.job, holds=9), replace(site.job, holds=13)
+    site.start("c")
+    site.job = others
+    site.start("a")
     site.start("b", plain=True)
     site.until("c", 9)
     site.signal("c", signal.SIGKILL)
+    site.processes["c"].join()
+    for name in ("a", "b"):
+        site.until(name, 13)
+    time.sleep(NEAR + BEAT)  # from here on every round notes the loss
+    for name in ("a", "b"):
+        site.go_on(name)
     left = site.ended("a", "b")
-    (lost,) = [each.lost for each in site.rounds() if each.lost]
-    assert min(lost.values()) > 0
+    rounds = site.rounds()
+    (victim,) = set(rounds.numbers) - {each["number"] for each in left}
+    (norm,) = [each.lost[victim] for each in rounds if victim in each.lost]
+    assert norm > 0
     assert_replayed(site, left)
 
 

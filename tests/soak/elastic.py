@@ -130,7 +130,7 @@ class Run:
 
     def join(self, damaged: bool = False) -> str:
         name = next(self._names)
-        plain = len(self.processes) % 3 == 2  # a loop of plain torch
+        plain = self.job.island == 1 and len(self.processes) % 3 == 2  # a loop of plain torch
         self.processes[name] = start(self.job, name, damaged=damaged, plain=plain)
         return name
 

@@ -45,6 +45,7 @@ class Job:
         batch_norm: whether the model has running statistics.
         outer: momentum of the outer step.
         checkpoint: after so many steps a checkpoint is written; 0: none.
+        holds: after so many steps a worker waits until its ``<name>.go`` exists; 0: never.
         island: processes of each worker.
         elastic: further settings of ``Elastic``.
     """
@@ -61,6 +62,7 @@ class Job:
     seed: int = 0
     width: int = 24
     checkpoint: int = 0
+    holds: int = 0
     island: int = 1
     elastic: dict[str, Any] = field(default_factory=dict)
 
@@ -115,11 +117,19 @@ def batches(workers: int) -> Any:
 class Steps(pl.Callback):
     """Writes the global step into a file, for those who hit the worker at some moment."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, job: Job, name: str) -> None:
+        self.job, self.name = job, name
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.file.write_text(str(trainer.global_step))
+        note_step(self.job, self.name, trainer.global_step)
+
+
+def note_step(job: Job, name: str, step: int) -> None:
+    """Write the number of steps that are done; wait at the one that holds this worker."""
+    folder = Path(job.folder)
+    (folder / f"{name}.step").write_text(str(step))
+    while step == job.holds > 0 and not (folder / f"{name}.go").exists():
+        time.sleep(0.005)
 
 
 def left(module: Any, number: int, steps: int, engine: Any) -> dict[str, Any]:
@@ -185,7 +195,7 @@ def by_loop(job: Job, name: str, elastic: Elastic, resume: str | None) -> dict[s
             module.loss(100_003 * local.number, step).backward()
             sgd.step()
             scheduler.step()
-            (folder / f"{name}.step").write_text(str(step + 1))
+            note_step(job, name, step + 1)
         if job.checkpoint:
             state = {"local": local.state_dict(), "scheduler": scheduler.state_dict()}
             file = folder / f"{name}-{job.checkpoint}.ckpt"
@@ -206,7 +216,7 @@ def by_trainer(
         max_steps=job.steps,
         max_epochs=-1,
         devices=job.island,
-        callbacks=[Steps(folder / f"{name}.step"), *callbacks],
+        callbacks=[Steps(job, name), *callbacks],
     )
     trainer.fit(Stream(job), batches(job.island), ckpt_path=resume)
     if job.checkpoint:

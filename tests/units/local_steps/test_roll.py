@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gc.local_steps.roll import (
+    NEAR,
     Called,
     Do,
     Enter,
@@ -358,6 +359,22 @@ def test_a_worker_with_other_weights_takes_a_snapshot() -> None:
     assert [(e.token, e.donor) for e in said if isinstance(e, Enter)] == [("a", 1)]
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_worker_that_was_silent_for_grace_is_not_waited_for_again(silent: bool) -> None:
+    """It died in its steps. One that was heard since then is waited for."""
+    keeper, late = Keeper(settle=0.0), 0.2 + max(GRACE, NEAR)
+    reports = [asking(token, number, "same") for number, token in enumerate("abc")]
+    for report in reports:
+        keeper.hear(dataclasses.replace(report, phase="training"), 0.1)
+    keeper.tick(0.1)
+    for report in reports[: 2 if silent else 3]:
+        phase: Any = "training" if report.token == "c" else "asking"
+        keeper.hear(dataclasses.replace(report, phase=phase, beat=2), late)
+    said = [keeper.tick(late), keeper.tick(late + GRACE)]
+    members = [[e.members for e in each if isinstance(e, Called)] for each in said]
+    assert members == ([[(0, 1)], []] if silent else [[], [(0, 1)]])
+
+
 def test_unlike_results_are_not_committed() -> None:
     keeper = Keeper(settle=0.0)
     reports = [asking(token, number, "same") for number, token in enumerate("ab")]
@@ -388,6 +405,31 @@ HITS = st.lists(
 @given(number=st.integers(2, 4), hits=HITS)
 def test_members_never_differ_and_go_on_when_faults_end(number: int, hits: Any) -> None:
     """Laws 1 to 3 over any sequence of faults."""
+    meet_faults(number, hits)
+
+
+AWAY = {
+    "a silent worker's number is given to another one": (
+        3,
+        [
+            *(("freeze", 2, 20), ("restart", 0, 9), ("join", 0, 5), ("freeze", 1, 6)),
+            *(("join", 0, 24), ("thaw", 1, 20), ("wait", 0, 30), ("restart", 0, 21)),
+        ],
+    ),
+    "one that is rounds behind says what was decided": (
+        3,
+        [("wait", 0, 22), ("freeze", 0, 34), ("wait", 0, 10), ("leave", 1, 17), ("restart", 0, 4)],
+    ),
+    "nobody judges the attempt of one that comes back": (
+        3,
+        [("wait", 0, 11), ("kill", 1, 13), ("freeze", 0, 40), ("restart", 0, 15)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AWAY)
+def test_a_restarted_keeper_meets_workers_that_were_away(name: str) -> None:
+    number, hits = AWAY[name]
     meet_faults(number, hits)
 
 
