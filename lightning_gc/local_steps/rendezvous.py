@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import os
 import queue
 import secrets
 import socket
@@ -21,13 +22,16 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from lightning_gc.local_steps.roll import (
     BEAT,
+    Ended,
     Entry,
     Keeper,
     Report,
+    Round,
     Verdict,
     entry_of,
     in_words,
     line_of,
+    read_lines,
 )
 
 _log = logging.getLogger(__name__)
@@ -89,18 +93,22 @@ def host_and_port(address: str, owner: str) -> tuple[str, int]:
 class Rendezvous:
     """Serves a TCPStore, and decides on rounds in a thread of this process.
 
-    It may be stopped and started again: the members' reports hold all that it needs to know.
+    It may be stopped and started again: the file and the members' reports hold all that it needs to
+    know.
 
     Args:
         port: on which it listens, on all interfaces. 0: any free one.
         secret: that members share; None: everybody may take part.
-        roll: file to which a line is added for every committed round; None: no file.
+        roll: file to which a line is added for every committed round, before members are told. A
+            rendezvous that starts with it again continues its run. None: no file. A rendezvous that
+            starts again then knows only the commits that a living member has read.
 
     Attributes:
         port: on which it listens.
 
     Raises:
         RuntimeError: the port cannot be used.
+        ValueError: a line of the file is not a round.
     """
 
     def __init__(self, port: int, secret: str | None = None, roll: Path | None = None) -> None:
@@ -110,9 +118,13 @@ class Rendezvous:
         )
         self.port = int(self._store.port)
         self._term, self._said = secrets.token_hex(4), 0
+        self._written: list[Round | Ended] = []  # the last one counts
         self._ended = threading.Event()
         self._strangers = 0
-        self._thread = threading.Thread(target=self._keep, name="rendezvous", daemon=True)
+        keeper = Keeper(time.monotonic(), file=self._lines_of_file())
+        self._thread = threading.Thread(
+            target=self._keep, args=(keeper,), name="rendezvous", daemon=True
+        )
         self._store.set("head", self._seal.closed("head", f"{self._term} 0"))
         self._thread.start()
         atexit.register(self.close)  # a thread in torch's store would abort the process
@@ -124,8 +136,17 @@ class Rendezvous:
         self._thread.join()
         self.__dict__.pop("_store", None)
 
-    def _keep(self) -> None:
-        keeper = Keeper(time.monotonic())
+    def _lines_of_file(self) -> list[Round | Ended]:
+        if self._file is None or not self._file.exists():
+            return []
+        text = self._file.read_bytes()
+        whole = text[: text.rfind(b"\n") + 1]
+        if whole != text:  # the rendezvous died while it wrote
+            os.truncate(self._file, len(whole))
+        self._written = list(read_lines(whole.decode(), str(self._file)))
+        return self._written
+
+    def _keep(self, keeper: Keeper) -> None:
         known: dict[str, bytes] = {}
         while not self._ended.wait(0.005):
             for slot in range(self._store.add("slots", 0)):
@@ -148,9 +169,9 @@ class Rendezvous:
                 _log.warning("The rendezvous has ignored a report: %s", error)
 
     def _say(self, entry: Entry) -> None:
-        if isinstance(entry, Verdict) and entry.record is not None and self._file is not None:
-            with self._file.open("a") as file:
-                file.write(line_of(entry.record))
+        decided = entry.record if isinstance(entry, Verdict) else entry
+        if isinstance(decided, Round | Ended) and decided not in self._written[-1:]:
+            self._write(decided)
         _log.info("%s", entry)
         place = f"log/{self._term}/{self._said}"
         self._store.set(place, self._seal.closed(place, in_words(entry)))
@@ -158,6 +179,23 @@ class Rendezvous:
         self._store.set("head", self._seal.closed("head", f"{self._term} {self._said}"))
         if self._said > KEPT:
             self._store.delete_key(f"log/{self._term}/{self._said - KEPT}")
+
+    def _write(self, decided: Round | Ended) -> None:
+        """Add a line to the file. Members are told afterwards, so a restart knows what they know."""
+        self._written = [decided]
+        if self._file is None:
+            return
+        try:
+            with self._file.open("a") as file:
+                file.write(line_of(decided))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            _log.warning(
+                "The rendezvous cannot write to %s (%s), so this round is not in the roll.",
+                self._file,
+                error,
+            )
 
 
 class Line:

@@ -165,6 +165,7 @@ class Round:
         lost: number -> norm of the error that is lost with it, of workers of a round before that
             are silent. One that was only frozen may enter a later round with its error.
         digest: of its result.
+        run: name of the run; empty in files of older versions.
     """
 
     round: int
@@ -175,6 +176,7 @@ class Round:
     left: tuple[int, ...] = ()
     lost: dict[int, float] = field(default_factory=dict)
     digest: str = ""
+    run: str = ""
 
     structure: ClassVar[Record] = Record(
         {
@@ -186,7 +188,8 @@ class Round:
             "left": Listed(WHOLE),
             "lost": Each(NUMBER),
             "digest": TEXT,
-        }
+        },
+        {"run": TEXT},
     )
 
     @classmethod
@@ -208,6 +211,16 @@ class Round:
 def _with_texts(said: Any) -> Any:
     """Return nested dicts with texts as keys, as JSON has them."""
     return json.loads(json.dumps(said))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All members of a run have left or died; ``round`` is the round that nobody has begun."""
+
+    run: str
+    round: int
+
+    structure: ClassVar[Record] = Record({"run": TEXT, "round": WHOLE})
 
 
 class Roll:
@@ -261,23 +274,44 @@ class Roll:
     def read(cls, path: Path | str) -> Roll:
         """Return the roll in a file; ValueError, with the line, if one cannot be read.
 
-        A rendezvous that was restarted may have written a round twice.
+        A file may have several runs, each resumed from a checkpoint of the one before. Rounds
+        after that checkpoint do not count: their weights are lost. A rendezvous that was restarted
+        without its file may have written a round twice.
         """
         rounds: list[Round] = []
-        for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-            try:
-                found = Round.of(json.loads(line))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}, is not a round: {error}") from error
+        for found in read_lines(Path(path).read_text(), str(path)):
+            if isinstance(found, Ended):
+                continue
+            if rounds and rounds[-1].run != found.run:
+                rounds = [each for each in rounds if each.round < found.round]
             same = [each for each in rounds if each.round == found.round][-1:]
             if not same or same[0].digest != found.digest:
                 rounds.append(found)
         return cls(rounds)
 
 
-def line_of(record: Round) -> str:
-    """Return a round as a line of a roll's file."""
+def line_of(record: Round | Ended) -> str:
+    """Return a round, or the end of a run, as a line of a roll's file."""
     return json.dumps(dataclasses.asdict(record)) + "\n"
+
+
+def read_lines(text: str, name: str) -> Iterator[Round | Ended]:
+    """Yield what ``line_of`` wrote; ValueError, with the line, if one cannot be read.
+
+    A last line without its end is left out: the rendezvous died before it told a member of it.
+    """
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            return
+        try:
+            said = json.loads(line)
+            if isinstance(said, dict) and set(said) == set(Ended.structure.always):
+                Ended.structure.check(said, "end")
+                yield Ended(**said)
+            else:
+                yield Round.of(said)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{name}, line {number}, is not a round: {error}") from error
 
 
 # ------------------------------------------------------------------------------ the log's entries
@@ -352,10 +386,8 @@ class Verdict:
     why: str = ""
 
 
-Entry = Numbered | Refused | Founded | Begun | Enter | Called | Verdict
-_ENTRIES: dict[str, Any] = {
-    cls.__name__: cls for cls in (Numbered, Refused, Founded, Begun, Enter, Called, Verdict)
-}
+Entry = Numbered | Refused | Founded | Begun | Enter | Called | Verdict | Ended
+_ENTRIES: dict[str, Any] = {cls.__name__: cls for cls in get_args(Entry)}
 
 
 def in_words(entry: Entry) -> str:
@@ -540,14 +572,15 @@ _OTHER_SETTINGS = (
 class Keeper:
     """Decides on rounds, given reports and the time. It keeps no secret: members know all of it.
 
-    A keeper that begins again, because the rendezvous has been restarted, listens until all
-    members have reported, and goes on where they are: members' reports hold the run, the round,
-    the attempt and its members. A decision that only some members have read is taken again in the
-    same way, as those members are ahead.
+    A keeper that begins again, because the rendezvous has been restarted, gets the commits of the
+    one before from its file, and says the last one again. Everything else is in members' reports:
+    it listens until they have come, and goes on in the attempt where they are. Without the file
+    it knows only the commits that a reporting member has read.
 
     Args:
         now: seconds, of any clock that never goes back.
         settle: seconds of listening before the first decision.
+        file: the commits and ends of runs that keepers before this one have decided.
 
     Attributes:
         run: name of the run; empty before one has begun.
@@ -560,7 +593,9 @@ class Keeper:
         3. If at least ``min_workers`` members live and are heard, rounds are committed.
     """
 
-    def __init__(self, now: float = 0.0, settle: float = 3.0) -> None:
+    def __init__(
+        self, now: float = 0.0, settle: float = 3.0, file: Iterable[Round | Ended] = ()
+    ) -> None:
         self.run, self.round, self.attempt = "", 0, 0
         self.roll: list[Round] = []
         self._heard: dict[str, _Heard] = {}
@@ -570,10 +605,12 @@ class Keeper:
         self._sent: dict[str, int] = {}  # token -> how often to a snapshot, since its last round
         self._founders: tuple[str, ...] = ()  # the first has the snapshot
         self._begun: set[str] = set()
-        self._judged: set[tuple[int, int]] = set()
+        self._judged: set[tuple[str, int, int]] = set()
         self._requests: dict[str, int] = {}  # of founders
         self._refused: set[str] = set()
         self._over: dict[str, int] = {}  # run -> round that none has begun
+        self._to_say: list[Entry] = []
+        self._last_in_file: Round | None = None
         self._since = math.nan  # when enough had come or asked
         self._called: Called | None = None
         self._serial = 0
@@ -582,6 +619,22 @@ class Keeper:
         self._norms: dict[int, float] = {}
         self._now = now
         self._differing = 0
+        self._remember(file)
+
+    def _remember(self, file: Iterable[Round | Ended]) -> None:
+        """Take over the decisions of keepers before this one."""
+        last = None
+        for last in file:
+            self._over[last.run] = last.round
+            if isinstance(last, Round):
+                self._over[last.run] += 1
+                self._next = max(self._next, 1 + max(last.members, default=-1))
+        if isinstance(last, Round) and last.run:
+            self._last_in_file = last
+            self.run, self.round = last.run, self._over.pop(last.run)
+            verdict = Verdict(last.run, last.round, last.attempt, last)
+            self._judged.add(_attempt(verdict))
+            self._to_say = [verdict]
 
     def hear(self, report: Report, now: float) -> None:
         """Take a report; an old one, or a repeated one, is ignored."""
@@ -598,9 +651,13 @@ class Keeper:
         """Return what is decided at this time."""
         if now < self._quiet_until:
             return []
-        said: list[Entry] = list(self._numbers(now))
-        if self.run and not self._founders and not any(map(self._keeps_up, self._members(now))):
+        again, self._to_say = self._to_say, []
+        if again:
+            self._resume(now)
+        said = [*again, *self._numbers(now)]
+        if self.run and not self._founders and not self._goes_on(now):
             self._over[self.run] = self.round  # all have ended, or have died
+            said.append(Ended(self.run, self.round))
             self.run, self._called = "", None
         said += self._refuse_left_behind(now)
         if not self.run:
@@ -621,6 +678,15 @@ class Keeper:
             for each in self._heard.values()
             if each.report.phase != "left" and now - each.at <= min(silence, each.report.timeout)
         ]
+
+    def _goes_on(self, now: float) -> bool:
+        """Return whether the run has a member that is not behind, or may have one."""
+        if any(map(self._keeps_up, self._members(now))):
+            return True
+        # Those that are silent since before this keeper began may be frozen only.
+        longest = max((r.timeout for r in self._living(now)), default=math.inf)
+        from_file = self._last_in_file is not None and self._last_in_file.run == self.run
+        return from_file and now - self._began <= longest
 
     def _members(self, now: float, silence: float = math.inf) -> list[Report]:
         inside = [r for r in self._living(now, silence) if r.run == self.run and r.run]
@@ -648,14 +714,17 @@ class Keeper:
     def _resume(self, now: float) -> None:
         """Go on with a run that members report, if there is one."""
         runs = [r for r in self._living(now) if r.run and r.phase not in ("ready", "entering")]
+        runs = [r for r in runs if r.run == self.run] or runs
         if not runs:
             return
         ahead = max(runs, key=lambda r: (r.round, r.phase in ("training", "asking")))
-        self.run, self.round = ahead.run, ahead.round
-        here = [r for r in runs if r.run == self.run]
+        judged = self.round if ahead.run == self.run else 0
+        if ahead.round >= judged:
+            self.run, self.round = ahead.run, ahead.round
         # Some may still be in the round that others have committed already. One that is further
         # behind has been away, and members know the result of the last round only.
-        self._take_up([r for r in here if r.round >= ahead.round - 1])
+        here = [r for r in runs if r.run == self.run]
+        self._take_up([r for r in here if r.round >= max(judged, self.round - 1)])
         self.attempt = max((r.attempt for r in here if r.round == self.round), default=0)
         self._last = {_number(r): r.token for r in here}
         self._norms = {_number(r): r.norm for r in here}
@@ -663,7 +732,7 @@ class Keeper:
     def _take_up(self, members: Sequence[Report]) -> None:
         """Judge the last attempt that members are in, if only a keeper before this one knew it."""
         under_way = [r for r in members if r.phase in ("running", "done", "failed")]
-        under_way = [r for r in under_way if (r.round, r.attempt) not in self._judged]
+        under_way = [r for r in under_way if _attempt(r) not in self._judged]
         if under_way:
             last = max(under_way, key=lambda r: (r.round, r.attempt))
             self.round = last.round
@@ -720,7 +789,7 @@ class Keeper:
         donor = donors[0]
         late = [r for r in inside if r.phase == "asking" and not self._is_current(r, mark)]
         ended = [r for r in inside if r.phase in ("done", "failed") and r.round != self.round]
-        late += [r for r in ended if (r.round, r.attempt) not in self._judged]
+        late += [r for r in ended if _attempt(r) not in self._judged]
         late += [r for r in self._living(now) if r.phase == "entering" and r.number is not None]
         for report in members:
             if report.phase == "ready" and report.token not in self._begun:
@@ -739,27 +808,35 @@ class Keeper:
     def _keeps_up(self, member: Report) -> bool:
         """Return whether a member is in this round, or has yet to read how its last one ended."""
         exchanging = member.phase in ("running", "done", "failed")
-        judged = (member.round, member.attempt) in self._judged
+        judged = _attempt(member) in self._judged
         return member.round >= self.round or (exchanging and judged)
 
     def _refuse_left_behind(self, now: float) -> Iterator[Entry]:
         """Refuse workers that were away when their run ended: they would end with other weights.
 
-        A member of an ended run that lacks none of its rounds goes on with it. One that has been
-        sent to the run for a snapshot lacks some. A restarted keeper knows of no ended run, and
-        waits as long as it would hear of a member that lives.
+        A member of an ended run that lacks none of its rounds goes on with it, unless another run
+        has begun. One that has been sent to the run for a snapshot lacks some. A restarted keeper
+        may not know that a run has ended, and waits as long as it would hear of a member that
+        lives.
         """
         for report in self._living(now):
             run = report.run or report.sought
             if run in ("", self.run):
                 continue
             rounds = self._over.get(run)
-            behind = report.sought or (rounds is not None and report.round < rounds)
-            if behind and (rounds is not None or now - self._began > report.timeout):
-                after = "" if rounds is None else f", after round {rounds - 1}"
+            if rounds is None and now - self._began <= report.timeout:
+                continue
+            after = "" if rounds is None else f", after round {rounds - 1}"
+            if report.sought or (rounds is not None and report.round < rounds):
                 why = (
                     f"the run has ended without it{after}; this worker was in round "
                     f"{report.round}. Use the weights of another worker"
+                )
+                yield from self._refuse([report], why)
+            elif self.run:
+                why = (
+                    f"its run has ended{after}, and another one has begun. Start this worker again "
+                    f"to take part in that one"
                 )
                 yield from self._refuse([report], why)
 
@@ -827,7 +904,7 @@ class Keeper:
         """Commit the attempt, or end it, as soon as that is known."""
         called = self._called
         assert called is not None
-        self._judged.add((called.round, called.attempt))
+        self._judged.add(_attempt(called))
         by_number = {_number(r): r for r in self._members(now)}
         here = [by_number.get(number) for number in called.members]
         known = [r for r in here if r is not None]
@@ -867,7 +944,7 @@ class Keeper:
                 inherited[number] = here
         left, lost = self._absent(called.members)
         parts = (called.members, called.attempt, entered, inherited, left, lost, digest)
-        record = Round(called.round, *parts)
+        record = Round(called.round, *parts, self.run)
         gone = {*called.members, *left, *lost}
         self._last = {number: token for number, token in self._last.items() if number not in gone}
         self._last |= {_number(r): r.token for r in known}
@@ -902,3 +979,7 @@ class Keeper:
 def _number(report: Report) -> int:
     assert report.number is not None
     return report.number
+
+
+def _attempt(each: Report | Called | Verdict) -> tuple[str, int, int]:
+    return each.run, each.round, each.attempt

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_gc.local_steps.rendezvous import Rendezvous
 from lightning_gc.local_steps.roll import (
     NEAR,
     Called,
     Do,
+    Ended,
     Enter,
     Entrance,
     Entry,
@@ -27,6 +29,7 @@ from lightning_gc.local_steps.roll import (
     Verdict,
     entry_of,
     in_words,
+    line_of,
 )
 
 MIN, GRACE, TIMEOUT = 2, 1.0, 4.0
@@ -124,6 +127,7 @@ class World:
         self.slow = False  # snapshots come later than the ends of their rounds
         self.terms = itertools.count()
         self.since: dict[str, float] = {}
+        self.file: list[Round | Ended] = []
         self.restart()
         self.committed: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.run = ""
@@ -131,9 +135,9 @@ class World:
         for _ in range(number):
             self.join()
 
-    def restart(self) -> None:
+    def restart(self, with_file: bool = True) -> None:
         self.term, self.log = next(self.terms), list[Entry]()
-        self.keeper = Keeper(self.now, settle=1.0)
+        self.keeper = Keeper(self.now, settle=1.0, file=self.file if with_file else ())
         self.keeper._term = str(self.term)
 
     def join(self) -> None:
@@ -172,6 +176,9 @@ class World:
                 if isinstance(entry, Called):
                     self.since[entry.group] = self.now
                 self.log.append(entry_of(in_words(entry)))
+                decided = entry.record if isinstance(entry, Verdict) else entry
+                if isinstance(decided, Round | Ended) and decided not in self.file[-1:]:
+                    self.file.append(decided)
             self.check()
 
     def check(self) -> None:
@@ -234,16 +241,86 @@ def test_a_frozen_worker_comes_back_with_the_weights_of_the_others() -> None:
     assert world.committed[world.rounds - 1][1] == (0, 1, 2)
 
 
+@pytest.mark.parametrize("with_file", [True, False])
 @pytest.mark.parametrize("moment", range(12))
-def test_a_restarted_keeper_goes_on_with_the_run(moment: int) -> None:
+def test_a_restarted_keeper_goes_on_with_the_run(moment: int, with_file: bool) -> None:
     world = World(3)
     world.go(4 + moment * TICK)
     run, before = world.keeper.run, world.rounds
-    world.restart()
+    world.restart(with_file)
     world.go(6)
     assert world.keeper.run == run
     assert world.rounds > before + 2
     assert world.committed[world.rounds - 1][1] == (0, 1, 2)
+
+
+@pytest.mark.parametrize("with_file", [True, False])
+def test_a_round_that_only_absent_members_know_is_not_committed_again(with_file: bool) -> None:
+    """A restarted keeper knows it from its file. Without the file it commits another round 2."""
+    world = World(4)
+    world.workers[3].frozen = world.workers[2].frozen = True
+    world.go(4)
+    world.join()
+    known = world.keeper.round
+    for worker in world.workers[:2]:
+        worker.frozen = True
+    for worker in world.workers[2:4]:
+        worker.frozen = False
+    world.restart(with_file)
+    world.go(3)
+    assert world.keeper.round >= known if with_file else world.keeper.round < known
+    for worker in world.workers[:2]:
+        worker.frozen = False
+    if with_file:
+        world.go(10)
+        assert world.committed[world.rounds - 1][1] == (0, 1, 2, 3, 4)
+
+
+def test_the_commit_that_no_member_has_read_is_said_again() -> None:
+    """The rendezvous dies after it has written a round, and before it tells a member."""
+    world = World(3)
+    world.go(4)
+    while not isinstance(world.log[-1], Verdict):
+        world.go(TICK)
+    last = world.file[-1]
+    assert isinstance(last, Round)
+    assert {w.report.phase for w in world.workers} == {"done"}
+    world.restart()
+    world.go(3)
+    assert world.committed[last.round] == (last.digest, last.members)
+    assert [each for each in world.file if each.round == last.round] == [last]
+
+
+def test_a_new_run_does_not_wait_for_one_that_has_ended() -> None:
+    world = World(2)
+    world.go(5)
+    for worker in world.workers:
+        worker.member.leaves()
+        worker.report_to(world.keeper, world.now)
+        worker.left = True
+    world.go(TICK)
+    assert isinstance(world.file[-1], Ended)
+    world.restart()
+    world.join()
+    world.join()
+    world.go(1 + 2 * GRACE)
+    assert world.keeper.run not in ("", world.file[0].run)
+
+
+def test_a_worker_that_was_away_while_another_run_began_is_refused() -> None:
+    """It would wait for members of its own run, which have left, until its patience ends."""
+    world = World(2)
+    world.go(5)
+    world.workers[0].frozen = True
+    world.workers[1].dead = True
+    world.go(2 * TIMEOUT)
+    world.join()
+    world.join()
+    world.go(3)
+    world.workers[0].frozen = False
+    world.go(1)
+    assert world.workers[0].refused
+    assert {w.report.run for w in world.workers[2:]} == {world.keeper.run}
 
 
 def test_one_worker_of_two_waits_for_another() -> None:
@@ -483,6 +560,32 @@ def test_a_roll_is_saved_and_read(tmp_path: Path) -> None:
     assert Roll(rounds).numbers == (0, 2, 3)
     with pytest.raises(ValueError, match="round 5 after round 5"):
         Roll([rounds[1], rounds[1]])
+
+
+def test_a_run_that_resumes_another_one_takes_the_place_of_its_last_rounds(tmp_path: Path) -> None:
+    first = [Round(number, (0, 1), digest=f"a{number}", run="a") for number in range(4)]
+    second = [Round(number, (0, 1, 2), digest=f"b{number}", run="b") for number in (2, 3)]
+    lines = [*first, Ended("a", 4), *second, second[-1]]  # the last one by two rendezvous
+    path = tmp_path / "roll"
+    path.write_text("".join(map(line_of, lines)) + '{"round": 4, "mem')
+    assert list(Roll.read(path)) == [*first[:2], *second]
+    with path.open("a") as file:
+        file.write("\n")
+    with pytest.raises(ValueError, match="line 9, is not a round"):
+        Roll.read(path)
+
+
+def test_a_rendezvous_continues_its_file(tmp_path: Path) -> None:
+    """A line that it could not finish was told to no member, and goes."""
+    lines = [line_of(Round(number, (0, 1), digest=str(number), run="a")) for number in range(2)]
+    path = tmp_path / "roll"
+    path.write_text(f'{"".join(lines)}{{"round"')
+    Rendezvous(0, roll=path).close()
+    assert path.read_text() == "".join(lines)
+    with path.open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(ValueError, match="line 3, is not a round"):
+        Rendezvous(0, roll=path)
 
 
 @pytest.mark.parametrize("line", ["[]", "{}", '{"round": 1}', "nothing", "3"])
