@@ -181,7 +181,7 @@ class Rendezvous:
             self._store.delete_key(f"log/{self._term}/{self._said - KEPT}")
 
     def _write(self, decided: Round | Ended) -> None:
-        """Add a line to the file. Members are told afterwards, so a restart knows what they know."""
+        """Add a line to the file. Members are told afterwards, so a restart knows what they do."""
         self._written = [decided]
         if self._file is None:
             return
