@@ -26,8 +26,7 @@ def fused(tensor: Tensor) -> bool:
         return False
     if tensor.device.type == "cuda":
         return _works(tensor.device)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return interpreted and tensor.device.type == "cpu" and _found()
+    return _interpreted() and tensor.device.type == "cpu"
 
 
 def compiled(tensor: Tensor, family: str) -> bool:
@@ -52,8 +51,7 @@ def family(name: str, tensor: Tensor) -> ModuleType:
         name: of the modules in ``kernels.gpu`` and ``kernels.host``.
         tensor: for which ``fused`` or ``compiled`` returns True.
     """
-    where = "gpu" if fused(tensor) else "host"
-    return importlib.import_module(f"lightning_gc.kernels.{where}.{name}")
+    return _module(f"{'gpu' if fused(tensor) else 'host'}.{name}")
 
 
 def may_compile(device: torch.device) -> bool:
@@ -101,9 +99,19 @@ def _numba_works(family: str) -> bool:
     return True
 
 
+@functools.cache  # a look for an imported module takes 10 µs, and each bucket has several
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"lightning_gc.kernels.{name}")
+
+
 @functools.cache
 def _found() -> bool:
     return find_spec("triton") is not None
+
+
+@functools.cache
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1" and _found()
 
 
 @functools.cache

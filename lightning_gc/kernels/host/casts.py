@@ -39,11 +39,15 @@ from lightning_gc.kernels.host.tensors import (
 def encode(buffer: Tensor, dtype: torch.dtype, pending: Pending) -> Packed:
     """Return the payload (values,) of ``Cast``, as ``core.segments.Pending`` says."""
     packed = pending.reserve([(dtype, buffer.numel())])
-    bounds = pending.segments.bounds
-    rows = np.column_stack((bounds, bounds[:, 0], np.arange(len(bounds))))
-    _round(buffer, pending, packed[0], rows)
+    _round(buffer, pending, packed[0], _rows(pending.segments))
     pending.end(packed)
     return packed.first(1)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(segments: Segments) -> np.ndarray[Any, Any]:
+    bounds = segments.bounds
+    return np.column_stack((bounds, bounds[:, 0], np.arange(len(bounds))))
 
 
 def _round(
