@@ -209,11 +209,16 @@ class Line:
         host, port: of the rendezvous.
         secret: that all share.
         roll: file of the roll, if this process serves the rendezvous.
+
+    Raises:
+        ValueError: a line of the file is not a round.
     """
 
     def __init__(
         self, host: str, port: int, secret: str | None = None, roll: Path | None = None
     ) -> None:
+        if roll is not None and roll.exists():
+            list(read_lines(roll.read_text(), str(roll)))
         self.host, self.port = host, port
         self._secret, self._seal, self._roll = secret, Seal(secret), roll
         self._report: Report | None = None

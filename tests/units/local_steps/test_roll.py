@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gc.local_steps.rendezvous import Rendezvous
+from lightning_gc.local_steps.rendezvous import Line, Rendezvous
 from lightning_gc.local_steps.roll import (
     NEAR,
     Called,
@@ -586,6 +586,8 @@ def test_a_rendezvous_continues_its_file(tmp_path: Path) -> None:
         file.write("{}\n")
     with pytest.raises(ValueError, match="line 3, is not a round"):
         Rendezvous(0, roll=path)
+    with pytest.raises(ValueError, match="line 3, is not a round"):
+        Line("127.0.0.1", 1, roll=path)
 
 
 @pytest.mark.parametrize("line", ["[]", "{}", '{"round": 1}', "nothing", "3"])
