@@ -96,7 +96,8 @@ class Elastic(Settings):
         address: host that the other workers reach this machine by; None: its address on the way
             to the rendezvous.
         ports: first and last port on which it serves snapshots to workers that join; None: any.
-        roll: file to which the roll is written, if this job serves the rendezvous.
+        roll: file to which the roll is written, if this job serves the rendezvous. If it exists,
+            its run continues.
 
     Raises:
         ValueError: no ``"host:port"``, or a number out of range.
