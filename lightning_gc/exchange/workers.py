@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
@@ -217,8 +218,8 @@ class Workers:
         return self.configuration.engine(worker, workers)
 
     def local(self, param: Tensor) -> Tensor:
-        """Return this process's part of a parameter; the parameter, where it is not sharded."""
-        return param
+        """Return this process's part of a parameter."""
+        return local_part(param)
 
     def place(self) -> dict[str, int]:
         """Return what part of a worker this process has, by names for a saved state."""
@@ -320,6 +321,11 @@ def learning_rates_of(
     """Return parameter name -> learning rate, of all that an optimizer has."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {names[p]: float(group["lr"]) for group in groups for p in group["params"] if p in names}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor in shards, in the same memory; else the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def plain_name(name: str) -> str:

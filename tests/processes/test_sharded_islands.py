@@ -1,0 +1,396 @@
+"""Islands of FSDP2 ranks: against complete weights, conserved shard by shard, resumed, refused."""
+
+import copy
+import io
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from lightning_gc import (
+    QSGD,
+    Elastic,
+    ErrorFeedback,
+    Identity,
+    LocalSteps,
+    OuterSGD,
+    PerParameter,
+    RadialDirectional,
+    TopK,
+    Unequal,
+)
+from lightning_gc.core.checksum import NAME as CHECKSUM
+from lightning_gc.core.checksum import with_checksum
+from tests.support.accelerator import BACKEND, DEVICE, needs_four
+from tests.support.hsdp import RANKS, Sharded, batches_of, whole
+from tests.support.processes import run_in_processes
+
+pytestmark = [pytest.mark.processes, needs_four]
+ISLAND, STEPS, EVERY = 2, 10, 3
+ISLANDS = RANKS // ISLAND
+RATE, MOMENTUM = 0.0625, 0.5  # powers of 2: products are exact, so fusing them changes no bit
+SPARSE = PerParameter(TopK(0.1))
+
+
+def optimizer_of(net: Any, adam: bool = False) -> Any:
+    trained = [param for param in net.parameters() if param.requires_grad]
+    if adam:
+        return torch.optim.AdamW(trained, lr=0.01)
+    return torch.optim.SGD(trained, lr=RATE, momentum=MOMENTUM)
+
+
+def loss_of(net: Any, batch: Tensor) -> Tensor:
+    loss: Tensor = (net(batch) - batch[:, :3] * 2).square().mean()
+    return loss
+
+
+def by_complete_weights(outer: OuterSGD) -> list[dict[str, Any]]:
+    """Return the common weights after each exchange of the same training in one plain process."""
+    common = Sharded()
+    islands = [copy.deepcopy(common) for _ in range(ISLANDS)]
+    optimizers = [optimizer_of(net) for net in islands]
+    velocity = {n: torch.zeros_like(p) for n, p in common.named_parameters()}
+    data = [batches_of(rank, STEPS) for rank in range(RANKS)]
+    found = []
+    for step in range(STEPS):
+        for number, (net, optimizer) in enumerate(zip(islands, optimizers, strict=True)):
+            optimizer.zero_grad()
+            for rank in range(number * ISLAND, (number + 1) * ISLAND):
+                (loss_of(net, data[rank][step]) / ISLAND).backward()
+            optimizer.step()
+        if (step + 1) % EVERY and step + 1 < STEPS:
+            continue
+        for name, weight in common.named_parameters():
+            own = [dict(net.named_parameters())[name] for net in islands]
+            with torch.no_grad():
+                mean = torch.stack([weight - each for each in own]).sum(0) / len(own)
+                velocity[name] = velocity[name] * outer.momentum + mean
+                weight.sub_(outer.lr * velocity[name])
+                for each in own:
+                    each.copy_(weight)
+        found.append({n: p.detach().numpy().copy() for n, p in common.named_parameters()})
+    return found
+
+
+class Loop:
+    """A training loop of one rank of an island; it notes its shards around each exchange."""
+
+    def __init__(self, rank: int, *method: Any, adam: bool = False, **options: Any) -> None:
+        self.net = Sharded(seed=rank // ISLAND)  # all begin with the first island's
+        mesh = init_device_mesh(DEVICE, (ISLANDS, ISLAND), mesh_dim_names=("island", "shard"))
+        for layer in (*self.net.body, self.net.frozen, self.net.head, self.net):
+            fully_shard(layer, mesh=mesh["shard"])
+        self.optimizer = optimizer_of(self.net, adam)
+        self.sent: list[dict[str, Any]] = []  # own weights before each exchange
+        self.optimizer.register_step_post_hook(lambda *_: self.note())
+        options = {"every": EVERY, "island": ISLAND} | options
+        self.local = LocalSteps(self.net, self.optimizer, *method, **options)
+        self.after = [self.shards()]  # common weights, at first and after each exchange
+        self.data, self.rank = batches_of(rank, STEPS), rank
+        self.losses: list[float] = []
+
+    def note(self) -> None:
+        if self.local.rounds.is_due:
+            self.sent.append(self.shards())
+
+    def shards(self) -> dict[str, Any]:
+        named = self.net.named_parameters()
+        parts: Any = {name: param for name, param in named if param.requires_grad}
+        return arrays({name: param.to_local() for name, param in parts.items()})
+
+    def run(self, start: int, stop: int, validates: int = -1, breaks: int = -1) -> None:
+        for step in range(start, stop):
+            self.optimizer.zero_grad()
+            loss_of(self.net, self.data[step]).backward()
+            if step == breaks and self.rank == ISLAND:  # one shard of one island
+                self.net.head.weight.grad.to_local().fill_(math.inf)  # type: ignore[union-attr, operator]
+            self.optimizer.step()
+            if not self.local.rounds.apart:
+                self.after.append(self.shards())
+            if step == validates:
+                self.validate()
+
+    def validate(self) -> None:
+        """Note the loss of own and of common weights; FSDP2 keeps what it has gathered for each."""
+        with torch.no_grad():
+            self.losses.append(float(loss_of(self.net, self.data[0])))
+            with self.local.common_weights():
+                self.losses.append(float(loss_of(self.net, self.data[0])))
+            self.losses.append(float(loss_of(self.net, self.data[0])))
+
+    def errors(self) -> dict[str, Any]:
+        memory = self.local._workers.first.state_dict()["memory"]
+        return arrays({name: kept["error"] for name, kept in memory.items()})
+
+    def end(self) -> dict[str, Any]:
+        """Finish; return what was noted, whole parameters, and this rank's errors."""
+        if self.local.rounds.apart:
+            self.sent.append(self.shards())
+        self.local.finish()
+        self.after.append(self.shards())
+        complete = {n: whole(p).numpy() for n, p in self.net.named_parameters()}
+        noted = {name: getattr(self, name) for name in ("after", "sent", "losses")}
+        return noted | {"whole": complete, "errors": self.errors()}
+
+    def saved(self) -> Any:
+        """Return a copy of what a file would have."""
+        file = io.BytesIO()
+        torch.save(self.local.state_dict(), file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+
+def arrays(named: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: each.detach().cpu().numpy().copy() for name, each in named.items()}
+
+
+DENSE = {"mean": OuterSGD(), "momentum": OuterSGD(0.5, 0.5)}
+CONSERVED: dict[str, tuple[Any, ...]] = {
+    "topk": (SPARSE, ErrorFeedback()),
+    "qsgd": (PerParameter(QSGD(4)), ErrorFeedback()),
+}
+
+
+def everything(rank: int) -> dict[str, Any]:
+    """In one set of processes, for starting them takes long."""
+    dist.init_process_group(BACKEND)
+    found: dict[str, Any] = {}
+    for name, outer in DENSE.items():
+        loop = Loop(rank, Identity(), outer=outer)
+        loop.run(0, STEPS, validates=4)
+        found[name] = loop.end()
+        if rank == 0:
+            found[f"{name} complete"] = by_complete_weights(outer)
+    for name, method in CONSERVED.items():
+        loop = Loop(rank, *method)
+        loop.run(0, STEPS)
+        found[name] = loop.end() | {"bytes": loop.local.account().wire_bytes}
+        found[name]["place"] = (loop.local.number, loop.local.island_rank)
+    found |= resumed(rank)
+    found |= broken(rank)
+    return found
+
+
+def resumed(rank: int) -> dict[str, Any]:
+    """Stop within a round, and go on from each rank's own state."""
+    made: dict[str, Any] = {"outer": OuterSGD.diloco(), "adam": True, "verify": 2}
+    straight = Loop(rank, SPARSE, **made)
+    straight.run(0, 5)
+    state, mean = straight.saved(), straight.local.state_dict("mean")
+    straight.run(5, STEPS)
+    found: dict[str, Any] = {"straight": straight.end()}
+    again = Loop(rank, SPARSE, **made)
+    other = {name: part for name, part in state.items() if name != CHECKSUM}
+    other["shard"] = 1 - other["shard"]
+    found["other shard"] = said(again.local.load_state_dict, with_checksum(other))
+    again.local.load_state_dict(state)
+    again.run(5, STEPS)
+    found["resumed"] = again.end()
+    third = Loop(rank, SPARSE, **made)
+    third.local.load_state_dict(mean)
+    found["from the mean"] = third.shards()
+    third.local.close()
+    return found
+
+
+def broken(rank: int) -> dict[str, Any]:
+    """Let one shard of one island become infinite in a round."""
+    loop = Loop(rank, SPARSE)
+    loop.run(0, 3)
+    errors = loop.errors()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.run(3, 6, breaks=4)
+    found: dict[str, Any] = {}
+    found["lost"] = [str(each.message) for each in caught if "lost" in str(each.message)]
+    found["kept errors"] = equal(errors, loop.errors())
+    found["kept weights"] = equal(loop.after[-1], loop.after[-2])
+    found["kept momentum"] = bool(loop.optimizer.state)
+    loop.run(6, STEPS)
+    return {"broken": found | loop.end()}
+
+
+def said(act: Any, *args: Any, **options: Any) -> str:
+    """Return the class and the text of what a call raises, or nothing."""
+    try:
+        act(*args, **options)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = run_in_processes(everything, RANKS, timeout=200)
+    return results
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_uncompressed_it_is_the_training_of_complete_weights(found: Any, name: str) -> None:
+    """Bit for bit, as each sum has two terms; what is looked at in between changes nothing."""
+    complete = found[0][f"{name} complete"]
+    for rank in found:
+        for parameter, weight in rank[name]["whole"].items():
+            np.testing.assert_array_equal(weight, complete[-1][parameter], parameter)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_common_weights_are_seen_by_a_forward_pass(found: Any, name: str) -> None:
+    net = Sharded()
+    common = found[0][f"{name} complete"][0]
+    net.load_state_dict({parameter: torch.from_numpy(each) for parameter, each in common.items()})
+    for rank, left in enumerate(found):
+        own, seen, back = left[name]["losses"]
+        assert own == back != seen
+        assert seen == float(loss_of(net, batches_of(rank, 1)[0]).detach())
+
+
+@pytest.mark.parametrize("name", [*DENSE, *CONSERVED, "straight", "broken"])
+def test_islands_have_the_same_weights_after_each_exchange(found: Any, name: str) -> None:
+    for rank in range(ISLAND):
+        one, other = (found[each][name] for each in (rank, rank + ISLAND))
+        assert len(one["after"]) == len(other["after"]) >= 5
+        assert all(map(equal, one["after"], other["after"]))
+
+
+@pytest.mark.parametrize("name", CONSERVED)
+def test_every_shard_is_conserved(found: Any, name: str) -> None:
+    """What was sent, and what is kept, is how far the islands had come from the common weights."""
+    for rank in range(ISLAND):
+        both = [found[each][name] for each in (rank, rank + ISLAND)]
+        after = both[0]["after"]
+        for parameter, first in after[0].items():
+            moved = ISLANDS * (first - after[-1][parameter])
+            kept = sum(each["errors"][parameter] for each in both)
+            pairs = [zip(after, each["sent"], strict=False) for each in both]
+            came = sum(start[parameter] - end[parameter] for p in pairs for start, end in p)
+            np.testing.assert_allclose(moved + kept, came, rtol=0, atol=2e-6, err_msg=parameter)
+            assert "weight" not in parameter or np.abs(kept).max() > 0
+
+
+def test_each_rank_has_its_place_and_sends_its_shards(found: Any) -> None:
+    assert [rank["topk"]["place"] for rank in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for rank in found:
+        elements = sum(each.size for each in rank["topk"]["after"][0].values())
+        rounds = len(rank["topk"]["sent"])
+        assert rounds == 4
+        assert 0 < rank["topk"]["bytes"] < rounds * 4 * elements / 2
+
+
+def test_it_resumes_bit_for_bit(found: Any) -> None:
+    for rank in found:
+        straight, again = rank["straight"], rank["resumed"]
+        for what in ("whole", "errors"):
+            assert equal(straight[what], again[what])
+        assert "has a state with shard=" in rank["other shard"]
+
+
+def test_the_mean_state_is_of_each_shard(found: Any) -> None:
+    for rank in range(ISLAND):
+        assert equal(found[rank]["from the mean"], found[rank + ISLAND]["from the mean"])
+
+
+def test_a_round_that_is_not_finite_in_one_shard_is_lost_as_a_whole(found: Any) -> None:
+    for rank, left in enumerate(found):
+        one = left["broken"]
+        assert [one["kept errors"], one["kept weights"]] == [True, True], rank
+        assert one["kept momentum"] == (rank < ISLAND), "both ranks of the island begin anew"
+        assert len(one["lost"]) == (rank < ISLAND)
+        assert all(np.isfinite(each).all() for each in one["whole"].values())
+        assert not equal(one["after"][-1], one["after"][-2])
+
+
+# ------------------------------------------------------------------------------------- refused
+
+
+def refused(rank: int) -> dict[str, str]:
+    dist.init_process_group(BACKEND)
+    both = init_device_mesh(DEVICE, (ISLANDS, ISLAND), mesh_dim_names=("island", "shard"))
+    flat, near = init_device_mesh(DEVICE, (RANKS,)), both["shard"]
+
+    def net(*meshes: Any, **options: Any) -> Any:
+        """Return two layers, and the whole, each on a mesh or none."""
+        made = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        for layer, mesh in zip((*made, made), meshes, strict=True):
+            if mesh is not None:
+                fully_shard(layer, mesh=mesh, **options)
+        return made
+
+    def given(model: Any, **options: Any) -> str:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"compressor": "topk", "island": ISLAND} | options
+        return said(LocalSteps, model, sgd, **options)
+
+    last = rank == RANKS - 1
+    second = rank >= ISLAND
+    right = net(near, near, near)
+    columns: Any = {"shard_placement_fn": lambda _: Shard(1)} if second else {}
+    scaler = torch.amp.GradScaler("cpu")
+    found = {
+        "not in shards": given(net(None, None, None)),
+        "one not in shards": given(net(*[None if last else near] * 3)),
+        "on all ranks": given(net(flat, flat, flat)),
+        "replicas": given(net(both, both, both)),
+        "one layer outside": given(net(near, None, None)),
+        "two meshes": given(net(near, flat, near)),
+        "other dimension": given(net(near, near, near, **columns)),
+        "offloaded": given(
+            net(near, near, near, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        ),
+        "other islands": given(right, island=RANKS if second else ISLAND),
+        "uneven": given(right, island=3),
+        "other settings": given(right, every=4 if last else 2),
+        "no island": given(right, island=1),
+        "zero": given(right, island=0),
+        "elastic": given(right, elastic=Elastic("127.0.0.1:1")),
+        "radial": given(right, compressor=QSGD(4), outer=RadialDirectional()),
+        "scaler": given(right, scaler=scaler),
+        "unequal": given(right, unequal=Unequal(pace="equal", weigh="equal")),
+    }
+    sgd = torch.optim.SGD(right.parameters(), lr=0.1)
+    with LocalSteps(right, sgd, "topk", every=1, island=ISLAND) as local:
+        right(torch.ones(2, 4)).sum().backward()  # what was refused has left nothing behind
+        sgd.step()
+        found["made"] = str(local._workers.first.step)
+    return found
+
+
+WORDS = {
+    "not in shards": "has a model without FSDP2; give fully_shard the mesh of the island",
+    "one not in shards": "Worker 3 of 4 has a model without FSDP2",
+    "on all ranks": "sharded over the ranks [0, 1, 2, 3], but its island has",
+    "replicas": "averages gradients over replicas in every step",
+    "one layer outside": "trains 1.weight outside of all",
+    "two meshes": "has 1 sharded over the ranks [0, 1, 2, 3]",
+    "other dimension": "has names and shapes of parameters",
+    "offloaded": "never been tried with local steps",
+    "other islands": "has island=4, but worker 0 has island=2",
+    "uneven": "4 processes are not islands of 3",
+    "other settings": "Worker 3 has plan=",
+    "no island": "give island=N",
+    "zero": "give the number of processes",
+    "elastic": "leave elastic out",
+    "radial": "a rank has shards; use outer=OuterSGD",
+    "scaler": "need no loss scaling",
+    "unequal": "unlike speeds",
+    "made": "1",
+}
+
+
+def test_what_cannot_work_is_refused_on_all_ranks() -> None:
+    for found in run_in_processes(refused, RANKS, timeout=100):
+        assert found.keys() == WORDS.keys()
+        for name, words in WORDS.items():
+            assert words in found[name], (name, found[name])
