@@ -27,6 +27,7 @@ from lightning_gc import (
     TopK,
     Unequal,
 )
+from lightning_gc.controllers import Accordion
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import with_checksum
 from tests.support.accelerator import BACKEND, DEVICE, needs_four
@@ -174,14 +175,27 @@ def everything(rank: int) -> dict[str, Any]:
         loop.run(0, STEPS)
         found[name] = loop.end() | {"bytes": loop.local.account().wire_bytes}
         found[name]["place"] = (loop.local.number, loop.local.island_rank)
-    found |= resumed(rank)
-    found |= broken(rank)
+    for name, options in RESUMED.items():
+        found[name] = resumed(rank, {"outer": OuterSGD.diloco(), "adam": True, **options})
+    found["broken"] = broken(rank)
+    watched = Loop(rank, SPARSE, controller=Accordion(0.2, 0.1, interval=1))
+    found["levels"] = []
+    for epoch in range(3):
+        watched.local.begin_epoch(epoch, max_epochs=3)
+        watched.run(epoch * EVERY, (epoch + 1) * EVERY)
+        found["levels"].append(watched.local.levels)
+    watched.local.close()
     return found
 
 
-def resumed(rank: int) -> dict[str, Any]:
+RESUMED: dict[str, dict[str, Any]] = {
+    "at once": {"verify": 2},
+    "delayed": {"every": 4, "fragments": 2, "delay": 1},
+}
+
+
+def resumed(rank: int, made: dict[str, Any]) -> dict[str, Any]:
     """Stop within a round, and go on from each rank's own state."""
-    made: dict[str, Any] = {"outer": OuterSGD.diloco(), "adam": True, "verify": 2}
     straight = Loop(rank, SPARSE, **made)
     straight.run(0, 5)
     state, mean = straight.saved(), straight.local.state_dict("mean")
@@ -215,7 +229,7 @@ def broken(rank: int) -> dict[str, Any]:
     found["kept weights"] = equal(loop.after[-1], loop.after[-2])
     found["kept momentum"] = bool(loop.optimizer.state)
     loop.run(6, STEPS)
-    return {"broken": found | loop.end()}
+    return found | loop.end()
 
 
 def said(act: Any, *args: Any, **options: Any) -> str:
@@ -257,12 +271,13 @@ def test_common_weights_are_seen_by_a_forward_pass(found: Any, name: str) -> Non
         assert seen == float(loss_of(net, batches_of(rank, 1)[0]).detach())
 
 
-@pytest.mark.parametrize("name", [*DENSE, *CONSERVED, "straight", "broken"])
+@pytest.mark.parametrize("name", [*DENSE, *CONSERVED, *RESUMED, "broken"])
 def test_islands_have_the_same_weights_after_each_exchange(found: Any, name: str) -> None:
     for rank in range(ISLAND):
-        one, other = (found[each][name] for each in (rank, rank + ISLAND))
-        assert len(one["after"]) == len(other["after"]) >= 5
-        assert all(map(equal, one["after"], other["after"]))
+        both = [found[each][name] for each in (rank, rank + ISLAND)]
+        one, other = (each.get("straight", each)["after"] for each in both)
+        assert len(one) == len(other) >= (2 if name == "delayed" else 5)
+        assert all(map(equal, one, other))
 
 
 @pytest.mark.parametrize("name", CONSERVED)
@@ -289,17 +304,26 @@ def test_each_rank_has_its_place_and_sends_its_shards(found: Any) -> None:
         assert 0 < rank["topk"]["bytes"] < rounds * 4 * elements / 2
 
 
-def test_it_resumes_bit_for_bit(found: Any) -> None:
+@pytest.mark.parametrize("name", RESUMED)
+def test_it_resumes_bit_for_bit(found: Any, name: str) -> None:
     for rank in found:
-        straight, again = rank["straight"], rank["resumed"]
+        straight, again = rank[name]["straight"], rank[name]["resumed"]
         for what in ("whole", "errors"):
             assert equal(straight[what], again[what])
-        assert "has a state with shard=" in rank["other shard"]
+        assert "has a state with shard=" in rank[name]["other shard"]
 
 
-def test_the_mean_state_is_of_each_shard(found: Any) -> None:
+@pytest.mark.parametrize("name", RESUMED)
+def test_the_mean_state_is_of_each_shard(found: Any, name: str) -> None:
     for rank in range(ISLAND):
-        assert equal(found[rank]["from the mean"], found[rank + ISLAND]["from the mean"])
+        one, other = (found[each][name]["from the mean"] for each in (rank, rank + ISLAND))
+        assert equal(one, other)
+
+
+def test_a_controller_decides_the_same_on_all_ranks(found: Any) -> None:
+    levels = [rank["levels"] for rank in found]
+    assert levels[0][0]
+    assert all(each == levels[0] for each in levels)
 
 
 def test_a_round_that_is_not_finite_in_one_shard_is_lost_as_a_whole(found: Any) -> None:
