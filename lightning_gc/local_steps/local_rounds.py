@@ -725,7 +725,7 @@ def _loaded(state: Any, mesh: DeviceMesh) -> Any:
 class ModuleState:
     """A module's whole ``state_dict`` with the common weights, where nothing else saves it.
 
-    Of a module in shards it has this process's parts.
+    If the module is in shards, this is the process's part of it.
 
     Args:
         module: the rounds' module.

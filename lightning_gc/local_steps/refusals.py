@@ -254,7 +254,8 @@ def refuse_shards(owner: str, module: nn.Module) -> None:
     if shard is not None:
         raise ValueError(
             f"{owner}({type(module).__name__}(...)): {shard} is a DTensor, so no process has a "
-            f"worker's weights. Give each process the complete model."
+            f"worker's weights. Give each process the complete model, or train the shards in a "
+            f"loop without a Trainer: LocalSteps(..., island=N)."
         )
 
 
