@@ -145,7 +145,7 @@ def among_islands(size: int) -> Meet:
     """
 
     def meet(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
-        islands, seats = _islands(setup, size)
+        islands, seats = _islands(setup, str(size), size)
         longest = None if setup.timeout is None else _ACTS * setup.timeout
         island = Island.among(islands, longest)
         inside = own_group(islands, setup.timeout)
@@ -178,7 +178,7 @@ def among_shards(model: nn.Module, size: int) -> Meet:
     """
 
     def meet(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
-        islands, seats = _islands(setup, size)
+        islands, seats = _islands(setup, f"{size} of a model in shards", size)
         own = islands[dist.get_rank() // size]
         on_all_ranks(partial(refuse_model, model, own, "islands"), setup.device)
         workers, node = setup.workers, units_of(model)[0].mesh.get_group()
@@ -203,9 +203,12 @@ def among_shards(model: nn.Module, size: int) -> Meet:
     return meet
 
 
-def _islands(setup: Setup, size: int) -> tuple[list[range], list[range]]:
-    """Return the ranks of each island, and those that are at the same place in all islands."""
-    check_agreement({"island": str(size)}, Distributed(), setup.device)
+def _islands(setup: Setup, kind: str, size: int) -> tuple[list[range], list[range]]:
+    """Return the ranks of each island, and those that are at the same place in all islands.
+
+    ``kind``: of island, in words, which all ranks compare before they make groups.
+    """
+    check_agreement({"island": kind}, Distributed(), setup.device)
     ranks = dist.get_world_size()
     if ranks % size:
         raise ValueError(
@@ -474,7 +477,7 @@ class LocalSteps(AttachedRounds):
                 )
         _refuse_model(owner, model, island)
         if island > 1:
-            _refuse_in_shards(owner, outer, controller, elastic, scaler, island)
+            refuse_in_shards(owner, island, outer, controller, elastic, scaler)
             reshard(model)
         refuse_synchronised_norms(owner, model)
         refuse_optimizers(owner, [optimizer])
@@ -742,20 +745,29 @@ def _refuse_pace(owner: str, unequal: Unequal | None) -> None:
         )
 
 
-def _refuse_in_shards(
+def refuse_in_shards(
     owner: str,
+    island: int,
     outer: Outer,
     controller: Controller | None,
     elastic: Elastic | None,
     scaler: Any,
-    island: int,
 ) -> None:
-    """Raise ValueError for settings that a worker in shards cannot have."""
+    """Raise ValueError for settings that a worker in shards cannot have.
+
+    Args:
+        owner: the strategy or class, for the sentence.
+        island: N, ranks of a worker.
+        outer: the step of the common weights.
+        controller: of levels, or None.
+        elastic: where workers meet that come and go, or None.
+        scaler: of fp16 training, or None.
+    """
     if elastic is not None:
         raise ValueError(
-            f"{owner}(island={island}, elastic={elastic!r}): a worker of a loop that joins would "
-            f"need each rank's shards, which a snapshot does not have; leave elastic out, or use "
-            f"LocalStepsStrategy(island={island}, elastic=...), whose ranks have complete models."
+            f"{owner}(island={island}, elastic={elastic!r}): a worker that joins would need the "
+            f"shards of each rank, and a snapshot has those of one. Leave elastic out, or use "
+            f"LocalStepsStrategy(island={island}, elastic=...) with complete models."
         )
     if isinstance(outer, RadialDirectional):
         raise ValueError(
@@ -790,7 +802,7 @@ def _refuse_model(owner: str, model: Any, island: int) -> None:
                 f"complete model, or shard it by fully_shard among N ranks and give island=N."
             )
     if island == 1:
-        refuse_shards(owner, model)
+        refuse_shards(owner, model, islands=True)
 
 
 _GRADIENTS = {"DistributedDataParallel", "DDP", "ReplicateModule"}

@@ -263,6 +263,15 @@ class Workers:
         compressor_state(compressor, shapes).check(state, f"{place}compressor")
         RequestedLevels(compressor).check(levels, "levels")
 
+    def file_of(self, engine: Engine) -> int:
+        """Return the number of this process's side file of a worker."""
+        return engine.worker
+
+    @property
+    def files(self) -> int:
+        """How many side files all processes write."""
+        return self.first.workers
+
     def regroup(self, layout: Sequence[Sequence[str]]) -> None:
         """Exchange the next round in ``layout`` if it has exactly this model's parameters."""
         fits = sorted(name for names in layout for name in names) == sorted(self.shapes)

@@ -214,6 +214,11 @@ class LocalRounds:
         return self.flight is not None or any(self.since)
 
     @property
+    def in_parts(self) -> bool:
+        """Whether this process has a part of the worker only."""
+        return self._parts.several
+
+    @property
     def every(self) -> int:
         """H of the rounds to come, unless they grow."""
         return self.plan.every if self.chosen is None else self.chosen
@@ -606,11 +611,17 @@ class OwnState:
         rounds: the worker's.
         optimizers: returns them.
         scaler: returns the loss scaler, or None.
+        common: this process's part of the common state, if only this file has it; None elsewhere.
     """
 
     structure = Record(
         {"weights": Each(FLOATS), "buffers": Each(FLOATS), "sent": Each(FLOATS)},
-        {"optimizers": Each(ANYTHING), "scaler": ANYTHING, "share": Share.own_structure},
+        {
+            "optimizers": Each(ANYTHING),
+            "scaler": ANYTHING,
+            "share": Share.own_structure,
+            "common": CommonState.common_structure,
+        },
     )
 
     def __init__(
@@ -618,8 +629,10 @@ class OwnState:
         rounds: LocalRounds,
         optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
         scaler: Callable[[], Any],
+        common: CommonState | None = None,
     ) -> None:
         self._rounds, self._optimizers, self._scaler = rounds, optimizers, scaler
+        self._common = common
         self._restored: list[Any] = []  # states of optimizers
 
     def own_state(self) -> Tree:
@@ -638,6 +651,7 @@ class OwnState:
             "optimizers": {str(index): each for index, each in enumerate(optimizers)},
             "scaler": {} if scaler is None else scaler.state_dict(),
             "share": self._rounds.share.own_state(),
+            **({} if self._common is None else {"common": self._common.common_state()}),
         }
 
     def over_workers(self, state: Any, mean: Callable[[Tensor], Tensor]) -> Tree:
@@ -652,6 +666,8 @@ class OwnState:
         if not states:
             return
         same = len(states) == 1
+        if self._common is not None and "common" in states[0]:
+            self._common.load_common_state(states[0]["common"])
         parts = ("weights", "buffers", "sent")
         own = (
             {part: states[0][part] for part in parts}
@@ -815,7 +831,11 @@ def keep(
         workers.common[ROUNDS].load_common_state(state)
     for each in rounds:
         each.optimizers = optimizers
-    own = [OwnState(each, optimizers, scaler) for each in rounds]
+    alone = rounds[0].in_parts and MODULE not in workers.common
+    own = [
+        OwnState(each, optimizers, scaler, CommonState([each]) if alone else None)
+        for each in rounds
+    ]
     workers.own[ROUNDS] = own
     return own
 

@@ -50,6 +50,15 @@ class ShardedWorkers(Workers):
         """Return which shard this rank has."""
         return {"shard": self.shard, "shards": self.shards}
 
+    def file_of(self, engine: Engine) -> int:
+        """Return the number of this rank's side file."""
+        return engine.worker * self.shards + self.shard
+
+    @property
+    def files(self) -> int:
+        """How many side files all ranks write."""
+        return self.first.workers * self.shards
+
     def regroup(self, layout: Sequence[Sequence[str]]) -> None:
         """Do nothing: buckets of shards have one layout from the first round on."""
 

@@ -4,12 +4,14 @@ import copy
 import io
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pytorch_lightning.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -30,8 +32,10 @@ from lightning_gc import (
 from lightning_gc.controllers import Accordion
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import with_checksum
+from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor, LocalStepsStrategy
 from tests.support.accelerator import BACKEND, DEVICE, needs_four
-from tests.support.hsdp import RANKS, Sharded, batches_of, whole
+from tests.support.fitting import quiet_trainer, unwarned
+from tests.support.hsdp import RANKS, Sharded, batches, batches_of, whole
 from tests.support.processes import run_in_processes
 
 pytestmark = [pytest.mark.processes, needs_four]
@@ -81,14 +85,24 @@ def by_complete_weights(outer: OuterSGD) -> list[dict[str, Any]]:
     return found
 
 
+def shard(net: Sharded, mesh: Any) -> None:
+    """Shard all layers, one of them along its second dimension."""
+    other: Any = net.body[2].weight
+
+    def cut(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param is other else None
+
+    for layer in (*net.body, net.frozen, net.head, net):
+        fully_shard(layer, mesh=mesh, shard_placement_fn=cut)
+
+
 class Loop:
     """A training loop of one rank of an island; it notes its shards around each exchange."""
 
     def __init__(self, rank: int, *method: Any, adam: bool = False, **options: Any) -> None:
         self.net = Sharded(seed=rank // ISLAND)  # all begin with the first island's
         mesh = init_device_mesh(DEVICE, (ISLANDS, ISLAND), mesh_dim_names=("island", "shard"))
-        for layer in (*self.net.body, self.net.frozen, self.net.head, self.net):
-            fully_shard(layer, mesh=mesh["shard"], shard_placement_fn=self.cut)
+        shard(self.net, mesh["shard"])
         self.optimizer = optimizer_of(self.net, adam)
         self.sent: list[dict[str, Any]] = []  # own weights before each exchange
         self.optimizer.register_step_post_hook(lambda *_: self.note())
@@ -97,10 +111,6 @@ class Loop:
         self.after = [self.shards()]  # common weights, at first and after each exchange
         self.data, self.rank = batches_of(rank, STEPS), rank
         self.losses: list[float] = []
-
-    def cut(self, param: Tensor) -> Shard | None:
-        """Cut one layer along its second dimension."""
-        return Shard(1) if param is self.net.body[2].weight else None
 
     def note(self) -> None:
         if self.local.rounds.is_due:
@@ -164,7 +174,66 @@ CONSERVED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def everything(rank: int) -> dict[str, Any]:
+class Trained(Sharded):
+    """The same with a Trainer, also after a resume within an epoch."""
+
+    def __init__(self, rank: int, sharded: bool = True) -> None:
+        super().__init__(seed=rank // ISLAND)
+        self.data, self.sharded = batches_of(rank, STEPS), sharded
+
+    def configure_model(self) -> None:
+        if self.sharded:
+            shard(self, self.mesh)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return loss_of(self, self.data[self.global_step])
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.losses.append(float(loss_of(self, self.data[0])))
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_of(self, adam=True)
+
+
+class Saves(Callback):
+    """Saves within a round."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            trainer.save_checkpoint(self.file)
+
+
+def trainer_of(*callbacks: Any, **options: Any) -> Any:
+    made: dict[str, Any] = {"compressor": SPARSE, "every": EVERY, "outer": OuterSGD.diloco()}
+    made |= {"island": ISLAND, "process_group_backend": BACKEND}
+    return quiet_trainer(
+        LocalStepsStrategy(**made | options),
+        devices=RANKS,
+        use_distributed_sampler=False,
+        val_check_interval=5,
+        callbacks=[*callbacks, CompressionMonitor()],
+    )
+
+
+def by_a_trainer(rank: int, file: Path, resume: Path | None = None, **options: Any) -> Any:
+    trainer, model = trainer_of(Saves(file), **options), Trained(rank)
+    strategy = trainer.strategy
+    trainer.fit(model, batches(rank, STEPS), batches(rank, 1), ckpt_path=resume)
+    assert strategy.engine is not None
+    memory = strategy.engine.state_dict()["memory"]
+    return {
+        "whole": {n: whole(p).numpy() for n, p in model.named_parameters()},
+        "errors": arrays({name: kept["error"] for name, kept in memory.items()}),
+        "losses": model.losses,
+        "place": (strategy.number, strategy.island_rank),
+        "bytes": float(trainer.callback_metrics["compression/total_wire_bytes"]),
+    }
+
+
+def everything(rank: int, folder: str) -> dict[str, Any]:
     """In one set of processes, for starting them takes long."""
     dist.init_process_group(BACKEND)
     found: dict[str, Any] = {}
@@ -189,6 +258,17 @@ def everything(rank: int) -> dict[str, Any]:
         watched.run(epoch * EVERY, (epoch + 1) * EVERY)
         found["levels"].append(watched.local.levels)
     watched.local.close()
+    first, again = Path(folder, "first.ckpt"), Path(folder, "again.ckpt")
+    with unwarned():
+        found["trainer"] = by_a_trainer(rank, first)
+        found["trainer resumed"] = by_a_trainer(rank, again, first)
+        found["other islands"] = said(by_a_trainer, rank, again, first, island=RANKS)
+        gone = next(Path(folder, "lightning_gc_state").glob("first*worker3of4.pt"))
+        dist.barrier()
+        gone.unlink(missing_ok=True)
+        dist.barrier()
+        found["no file"] = said(by_a_trainer, rank, again, first)
+    found["saved"] = arrays(torch.load(first, weights_only=True)["state_dict"])
     return found
 
 
@@ -250,8 +330,9 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = run_in_processes(everything, RANKS, timeout=200)
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("islands"))
+    results: list[dict[str, Any]] = run_in_processes(everything, RANKS, folder, timeout=200)
     return results
 
 
@@ -340,6 +421,34 @@ def test_a_round_that_is_not_finite_in_one_shard_is_lost_as_a_whole(found: Any) 
         assert not equal(one["after"][-1], one["after"][-2])
 
 
+@pytest.mark.parametrize("name", ["trainer", "trainer resumed"])
+def test_a_trainer_is_the_loop_bit_for_bit(found: Any, name: str) -> None:
+    """Also after a resume within a round, from a checkpoint with complete common weights."""
+    for rank in found:
+        for what in ("whole", "errors"):
+            assert equal(rank[name][what], rank["at once"]["straight"][what])
+        assert rank[name]["place"] == rank["topk"]["place"]
+        assert rank[name]["bytes"] > 0
+
+
+def test_a_checkpoint_has_complete_common_weights(found: Any) -> None:
+    net = Sharded()
+    for rank, left in enumerate(found):
+        parts = [found[each]["at once"]["straight"]["after"][1] for each in range(ISLAND)]
+        for name in ("body.0.weight", "head.bias", "gain"):
+            together = np.concatenate([each[name] for each in parts])
+            np.testing.assert_array_equal(left["saved"][name], together)
+        net.load_state_dict({name: torch.from_numpy(each) for name, each in left["saved"].items()})
+        seen = float(loss_of(net, batches_of(rank, 1)[0]).detach())
+        assert left["trainer"]["losses"][0] == seen, "validation sees them, after 5 steps"
+
+
+def test_what_cannot_be_resumed_is_refused_on_all_ranks(found: Any) -> None:
+    for rank in found:
+        assert "by 4 ranks, which had 2 shards of each worker" in rank["other islands"]
+        assert "is missing, which has shards of the optimizers" in rank["no file"]
+
+
 # ------------------------------------------------------------------------------------- refused
 
 
@@ -387,6 +496,17 @@ def refused(rank: int) -> dict[str, str]:
         "scaler": given(right, scaler=scaler),
         "unequal": given(right, unequal=Unequal(pace="equal", weigh="equal")),
     }
+
+    def fits(sharded: bool = True, **options: Any) -> str:
+        with unwarned():
+            return said(trainer_of(**options).fit, Trained(rank, sharded), batches(rank, 1))
+
+    found |= {
+        "one trains complete weights": fits(sharded=not last),
+        "means": fits(state="mean"),
+        "radial in a trainer": fits(compressor=QSGD(4), outer=RadialDirectional()),
+        "validated": said(trainer_of().validate, Trained(rank), batches(rank, 1)),
+    }
     sgd = torch.optim.SGD(right.parameters(), lr=0.1)
     with LocalSteps(right, sgd, "topk", every=1, island=ISLAND) as local:
         right(torch.ones(2, 4)).sum().backward()  # what was refused has left nothing behind
@@ -404,15 +524,19 @@ WORDS = {
     "two meshes": "has 1 sharded over the ranks [0, 1, 2, 3]",
     "other dimension": "has names and shapes of parameters",
     "offloaded": "never been tried with local steps",
-    "other islands": "has island=4, but worker 0 has island=2",
+    "other islands": "has island=4 of a model in shards, but worker 0 has island=2 of a model",
     "uneven": "4 processes are not islands of 3",
     "other settings": "Worker 3 has plan=",
     "no island": "give island=N",
     "zero": "give the number of processes",
-    "elastic": "leave elastic out",
+    "elastic": "Leave elastic out",
     "radial": "a rank has shards; use outer=OuterSGD",
     "scaler": "need no loss scaling",
     "unequal": "unlike speeds",
+    "one trains complete weights": "Worker 3 has island=2, but worker 0 has island=2 of a model",
+    "means": "use state='full'",
+    "radial in a trainer": "a rank has shards; use outer=OuterSGD",
+    "validated": "only trained here",
     "made": "1",
 }
 
