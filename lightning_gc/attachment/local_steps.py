@@ -32,8 +32,8 @@ from lightning_gc.exchange.peers import Peers, ShardParts, on_all_ranks, take_ov
 from lightning_gc.exchange.synchronizer import Synchronizer, leave
 from lightning_gc.exchange.validation import check_agreement, check_controller, digest_of
 from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.exchange.workers import reshard
 from lightning_gc.local_steps import GrowingRounds, OuterSGD, RadialDirectional
-from lightning_gc.local_steps.common_weights import reshard
 from lightning_gc.local_steps.elastic import Elastic, ElasticExchange, ElasticState
 from lightning_gc.local_steps.local_rounds import (
     MODULE,
@@ -766,7 +766,7 @@ def refuse_in_shards(
     if elastic is not None:
         raise ValueError(
             f"{owner}(island={island}, elastic={elastic!r}): a worker that joins would need the "
-            f"shards of each rank, and a snapshot has those of one. Leave elastic out, or use "
+            f"shards of each rank, and a snapshot has one rank's. Leave elastic out, or use "
             f"LocalStepsStrategy(island={island}, elastic=...) with complete models."
         )
     if isinstance(outer, RadialDirectional):

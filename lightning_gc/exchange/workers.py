@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
@@ -335,6 +336,16 @@ def learning_rates_of(
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor in shards, in the same memory; else the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(module: nn.Module) -> None:
+    """Let FSDP2 free what it has gathered, so that the module has this process's parts.
+
+    The outermost unit keeps gathered parameters after a forward pass without a backward pass.
+    """
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
 
 
 def plain_name(name: str) -> str:

@@ -68,7 +68,7 @@ from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import units_of
 from lightning_gc.sharded.sharded_workers import ShardedWorkers, replica_mesh
 
-LIGHTNING = ("pytorch_lightning.", "lightning.")
+_LIGHTNING = ("pytorch_lightning.", "lightning.")
 """Where hooks are defined that a module does not override."""
 
 
@@ -509,7 +509,7 @@ class LocalSteps(LocalHooks, RealWorker):
         """Join the other ranks; give a module that may be sharded the mesh of its island."""
         super().setup_environment()
         ranks = self.num_nodes * self.num_processes
-        may_be = not type(self.lightning_module).configure_model.__module__.startswith(LIGHTNING)
+        may_be = not type(self.lightning_module).configure_model.__module__.startswith(_LIGHTNING)
         if self.island > 1 and may_be and ranks % self.island == 0:
             parts = self.root_device.type, ranks // self.island, self.island, self._timeout
             self.lightning_module._device_mesh = replica_mesh(*parts)

@@ -9,11 +9,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_gc.core import Flow, Gather, Mean, Reply, Request
 from lightning_gc.core.digest import digest
-from lightning_gc.exchange.workers import local_part
+from lightning_gc.exchange.workers import local_part, reshard
 from lightning_gc.local_steps.round_plan import Outer
 
 
@@ -247,16 +246,6 @@ class CommonWeights:
         """Set this worker's weights of a fragment, ``(numel,)``."""
         reshard(self._module)  # else a pass could use weights that FSDP2 has gathered before
         fragment.put(flat)
-
-
-def reshard(module: nn.Module) -> None:
-    """Let FSDP2 free what it has gathered, so that the module has its own parts of parameters.
-
-    The outermost unit keeps gathered parameters after a forward pass without a backward pass.
-    """
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()
 
 
 class CommonBuffers:

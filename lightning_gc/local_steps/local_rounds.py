@@ -33,8 +33,8 @@ from lightning_gc.core.pytree import Tree, average, each_tensor, reduced
 from lightning_gc.core.state_structure import ERRORS, FLOATS
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Parts, explaining
-from lightning_gc.exchange.workers import Shapes, Workers, local_part, plain_name
-from lightning_gc.local_steps.common_weights import CommonWeights, Fragment, mean_of, reshard
+from lightning_gc.exchange.workers import Shapes, Workers, local_part, plain_name, reshard
+from lightning_gc.local_steps.common_weights import CommonWeights, Fragment, mean_of
 from lightning_gc.local_steps.inner_moments import Moments
 from lightning_gc.local_steps.round_plan import MIXED, Outer, RoundPlan
 from lightning_gc.local_steps.unequal import Clock, Share, Unequal, WallClock

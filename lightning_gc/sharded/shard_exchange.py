@@ -19,7 +19,7 @@ from lightning_gc.exchange.peers import ShardParts, broadcast_all, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import check_agreement, digest_of
 from lightning_gc.exchange.verification import Verify
-from lightning_gc.exchange.workers import Shapes, local_part
+from lightning_gc.exchange.workers import Shapes, local_part, reshard
 from lightning_gc.kernels.dispatch import used_here
 from lightning_gc.sharded.fsdp_units import (
     Piece,
@@ -113,6 +113,7 @@ def take_over_shards(model: nn.Module, between: dist.ProcessGroup) -> None:
         model: sharded over the ranks of each replica.
         between: the group of ranks that have the same shards.
     """
+    reshard(model)
     sharded, plain = list[Tensor](), list[Tensor]()  # plain: ignored_params, which are frozen
     for param in model.parameters():
         (sharded if isinstance(param, DTensor) else plain).append(param)

@@ -257,6 +257,12 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
         watched.local.begin_epoch(epoch, max_epochs=3)
         watched.run(epoch * EVERY, (epoch + 1) * EVERY)
         found["levels"].append(watched.local.levels)
+    with torch.no_grad():
+        for part in watched.net.parameters():
+            part.add_(watched.local.number)
+        watched.net(watched.data[0])  # and FSDP2 keeps what it has gathered
+    watched.local.reset()
+    found["reset"] = watched.shards()
     watched.local.close()
     first, again = Path(folder, "first.ckpt"), Path(folder, "again.ckpt")
     with unwarned():
@@ -419,6 +425,11 @@ def test_a_round_that_is_not_finite_in_one_shard_is_lost_as_a_whole(found: Any) 
         assert len(one["lost"]) == (rank < ISLAND)
         assert all(np.isfinite(each).all() for each in one["whole"].values())
         assert not equal(one["after"][-1], one["after"][-2])
+
+
+def test_a_reset_begins_at_the_shards_of_island_0(found: Any) -> None:
+    for rank in range(ISLAND):
+        assert equal(found[rank]["reset"], found[rank + ISLAND]["reset"])
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer resumed"])
