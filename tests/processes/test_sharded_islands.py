@@ -57,10 +57,10 @@ def loss_of(net: Any, batch: Tensor) -> Tensor:
     return loss
 
 
-def by_complete_weights(outer: OuterSGD) -> list[dict[str, Any]]:
+def by_complete_weights(outer: OuterSGD, size: int = ISLAND) -> list[dict[str, Any]]:
     """Return the common weights after each exchange of the same training in one plain process."""
     common = Sharded()
-    islands = [copy.deepcopy(common) for _ in range(ISLANDS)]
+    islands = [copy.deepcopy(common) for _ in range(RANKS // size)]
     optimizers = [optimizer_of(net) for net in islands]
     velocity = {n: torch.zeros_like(p) for n, p in common.named_parameters()}
     data = [batches_of(rank, STEPS) for rank in range(RANKS)]
@@ -68,8 +68,8 @@ def by_complete_weights(outer: OuterSGD) -> list[dict[str, Any]]:
     for step in range(STEPS):
         for number, (net, optimizer) in enumerate(zip(islands, optimizers, strict=True)):
             optimizer.zero_grad()
-            for rank in range(number * ISLAND, (number + 1) * ISLAND):
-                (loss_of(net, data[rank][step]) / ISLAND).backward()
+            for rank in range(number * size, (number + 1) * size):
+                (loss_of(net, data[rank][step]) / size).backward()
             optimizer.step()
         if (step + 1) % EVERY and step + 1 < STEPS:
             continue
@@ -100,13 +100,16 @@ class Loop:
     """A training loop of one rank of an island; it notes its shards around each exchange."""
 
     def __init__(self, rank: int, *method: Any, adam: bool = False, **options: Any) -> None:
-        self.net = Sharded(seed=rank // ISLAND)  # all begin with the first island's
-        mesh = init_device_mesh(DEVICE, (ISLANDS, ISLAND), mesh_dim_names=("island", "shard"))
+        self.net = Sharded(
+            seed=rank // options.get("island", ISLAND)
+        )  # all begin with the first island's
+        size = options.setdefault("island", ISLAND)
+        mesh = init_device_mesh(DEVICE, (RANKS // size, size), mesh_dim_names=("island", "shard"))
         shard(self.net, mesh["shard"])
         self.optimizer = optimizer_of(self.net, adam)
         self.sent: list[dict[str, Any]] = []  # own weights before each exchange
         self.optimizer.register_step_post_hook(lambda *_: self.note())
-        options = {"every": EVERY, "island": ISLAND} | options
+        options = {"every": EVERY} | options
         self.local = LocalSteps(self.net, self.optimizer, *method, **options)
         self.after = [self.shards()]  # common weights, at first and after each exchange
         self.data, self.rank = batches_of(rank, STEPS), rank
@@ -458,6 +461,25 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks(found: Any) -> None:
     for rank in found:
         assert "by 4 ranks, which had 2 shards of each worker" in rank["other islands"]
         assert "is missing, which has shards of the optimizers" in rank["no file"]
+
+
+@pytest.mark.nightly
+def test_an_island_of_four_is_the_training_of_complete_weights_to_rounding() -> None:
+    """Sums of four gradients have another order here; one rank has no part of some parameters."""
+    found = run_in_processes(of_four, RANKS, timeout=100)
+    complete = by_complete_weights(DENSE["momentum"], RANKS)[-1]
+    for rank in found:
+        for name, weight in rank["whole"].items():
+            np.testing.assert_allclose(weight, complete[name], rtol=0, atol=1e-6, err_msg=name)
+
+
+def of_four(rank: int) -> dict[str, Any]:
+    dist.init_process_group(BACKEND)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one worker
+        loop = Loop(rank, Identity(), island=RANKS, outer=DENSE["momentum"])
+    loop.run(0, STEPS)
+    return loop.end()
 
 
 # ------------------------------------------------------------------------------------- refused
