@@ -36,7 +36,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.exchange.verification import Verify, verification
-from lightning_gc.exchange.workers import Workers
+from lightning_gc.exchange.workers import Workers, reshard
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
@@ -528,6 +528,7 @@ class LocalSteps(LocalHooks, RealWorker):
         return bool(units_of(self.lightning_module))
 
     def _meet_in_shards(self, module: Any) -> Meet:
+        reshard(module)  # else optimizers would have what FSDP2 has gathered in a fit before
         owner = type(self).__name__
         settings = self.island, self.outer, self.controller, self.elastic, self._scaler()
         refuse_in_shards(owner, *settings)
@@ -623,7 +624,7 @@ class LocalSteps(LocalHooks, RealWorker):
         return self._attached
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the common weights and buffers, complete, as copies."""
+        """Return the common weights and buffers, as copies; those in shards complete on rank 0."""
         state = super().lightning_module_state_dict()
         shards = {name: each for name, each in state.items() if isinstance(each, DTensor)}
         if shards and self.lightning_module.trainer.interrupted:
@@ -631,7 +632,12 @@ class LocalSteps(LocalHooks, RealWorker):
                 "The module is in shards, and other ranks may not take part after an exception, so "
                 "no checkpoint is written. Save within training."
             )
-        return state | {name: each.full_tensor() for name, each in shards.items()}
+        for name, each in shards.items():
+            whole = each.full_tensor()  # one by one: a device may not hold all of them
+            state[name] = whole.cpu()
+            if self.global_rank != 0:
+                del state[name]
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if not self._in_shards:

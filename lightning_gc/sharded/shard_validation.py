@@ -35,8 +35,9 @@ _MESH = (
     'mesh_dim_names=("replicate", "shard"))'
 )
 _ISLAND = (
-    'give fully_shard the mesh of the island, such as init_device_mesh("cuda", (islands, N), '
-    'mesh_dim_names=("island", "shard"))["shard"], for the layers and at last for the whole model'
+    "give fully_shard the mesh of the island, for the layers and at last for the whole model: "
+    'self.device_mesh["data_parallel"] with a Trainer, else init_device_mesh("cuda", (islands, N), '
+    'mesh_dim_names=("island", "shard"))["shard"]'
 )
 _DIVISOR = "set_gradient_divide_factor or set_force_sum_reduction_for_comms"
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from lightning_gc import (
@@ -185,7 +185,7 @@ class Trained(Sharded):
         self.data, self.sharded = batches_of(rank, STEPS), sharded
 
     def configure_model(self) -> None:
-        if self.sharded:
+        if self.sharded and not isinstance(self, FSDPModule):
             shard(self, self.mesh)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
