@@ -111,7 +111,7 @@ class LocalHooks(CompressedStrategy):
         check_rounds(owner, self.plan, self.controller)
         check_unequal(owner, self.plan, unequal)
         self.outer, self.show, self.unequal, self.island = outer, show, unequal, island
-        self._mode, self._keeps_mean = state, state == "mean"
+        self._keeps_mean = state == "mean"
         self.local_workers.exchanged = "weights"
 
     def _keep(self, rounds: Sequence[LocalRounds]) -> None:
@@ -532,10 +532,10 @@ class LocalSteps(LocalHooks, RealWorker):
         owner = type(self).__name__
         settings = self.island, self.outer, self.controller, self.elastic, self._scaler()
         refuse_in_shards(owner, *settings)
-        if self._mode != "full":
+        if self._saving.mode != "full":
             raise ValueError(
-                f"{owner}(island={self.island}, state={self._mode!r}): only each rank's own file "
-                f"has its shards of the optimizers; use state='full'."
+                f"{owner}(island={self.island}, state={self._saving.mode!r}): only each rank's own "
+                f"file has its shards of the optimizers; use state='full'."
             )
         return among_shards(module, self.island)
 
@@ -655,6 +655,14 @@ class LocalSteps(LocalHooks, RealWorker):
         if self._in_shards:
             checkpoint = {**checkpoint, "optimizer_states": []}
         super().load_optimizer_state_dict(checkpoint)
+
+    def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:
+        if self._in_shards and self.global_rank == 0:
+            warnings.warn(
+                "The checkpoint has no shards of the optimizers' states, so optimizers begin "
+                "without a state.",
+                stacklevel=2,
+            )
 
     def _start_alike(self) -> None:
         assert self._rounds is not None
