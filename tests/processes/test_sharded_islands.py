@@ -22,6 +22,7 @@ from lightning_gc import (
     Elastic,
     ErrorFeedback,
     Identity,
+    InnerMoments,
     LocalSteps,
     OuterSGD,
     PerParameter,
@@ -227,10 +228,14 @@ def by_a_trainer(rank: int, file: Path, resume: Path | None = None, **options: A
     trainer.fit(model, batches(rank, STEPS), batches(rank, 1), ckpt_path=resume)
     assert strategy.engine is not None
     memory = strategy.engine.state_dict()["memory"]
+    states = trainer.optimizers[0].state.values()
     return {
         "whole": {n: whole(p).numpy() for n, p in model.named_parameters()},
         "errors": arrays({name: kept["error"] for name, kept in memory.items()}),
         "losses": model.losses,
+        "moments": arrays(
+            {str(number): state["exp_avg"].to_local() for number, state in enumerate(states)}
+        ),
         "place": (strategy.number, strategy.island_rank),
         "bytes": float(trainer.callback_metrics["compression/total_wire_bytes"]),
     }
@@ -283,7 +288,8 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     torch.save({n: part for n, part in saved.items() if n != "lightning_gc"}, bare)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        by_a_trainer(rank, again, bare, every=STEPS)
+        left = by_a_trainer(rank, again, bare, every=STEPS, moments=InnerMoments({"exp_avg": 1}))
+        found["moments"] = left["moments"]
     found["bare"] = [str(each.message) for each in caught if "no shards" in str(each.message)]
     return found
 
@@ -468,6 +474,16 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks(found: Any) -> None:
     for rank in found:
         assert "by 4 ranks, which had 2 shards of each worker" in rank["other islands"]
         assert "is missing, which has shards of the optimizers" in rank["no file"]
+
+
+def test_moments_of_shards_are_averaged(found: Any) -> None:
+    for rank in range(ISLAND):
+        one, other = (found[each]["moments"] for each in (rank, rank + ISLAND))
+        assert one
+        assert equal(one, other)
+        assert not equal(
+            found[rank]["trainer"]["moments"], found[rank + ISLAND]["trainer"]["moments"]
+        )
 
 
 def test_a_checkpoint_without_shards_of_optimizers_says_so(found: Any) -> None:
