@@ -34,6 +34,7 @@ from lightning_gc.exchange.validation import (
 )
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import Configuration, Workers
+from lightning_gc.sharded.shard_validation import refuse_new_parameters
 from lightning_gc.transports.accounting import Account
 from lightning_gc.transports.peer_error import is_from_backend, naming_peers, peers_in_words
 
@@ -256,7 +257,7 @@ class Attached:
 
     def refuse_unsynchronised(self) -> None:
         """Raise RuntimeError for a parameter that is trained, and not exchanged."""
-        refuse_unsynchronised(self._module, self._exchanged, self._setup.optimizers())
+        refuse_new_parameters(self._module, self._exchanged, self._setup.optimizers())
 
     @property
     def _exchanged(self) -> dict[Tensor, str]:

@@ -24,7 +24,7 @@ from lightning_gc.exchange.verification import verification
 from lightning_gc.exchange.workers import plain_name
 from lightning_gc.sharded.fsdp_units import Unit, units_of
 from lightning_gc.sharded.shard_exchange import ShardExchange
-from lightning_gc.sharded.shard_validation import Way, refuse_model, refuse_new_parameters
+from lightning_gc.sharded.shard_validation import Way, refuse_model
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
 from lightning_gc.sharded.unit_gathers import UnitGathers, WeightSettings
 from lightning_gc.sharded.unit_scatters import UnitScatters
@@ -32,15 +32,7 @@ from lightning_gc.transports.accounting import Recorder, Recording, WithWeights
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 
-class _InShards(Attached):
-    """Handle of an FSDP2 model."""
-
-    def refuse_unsynchronised(self) -> None:
-        """Raise RuntimeError for a parameter that is trained, and not exchanged."""
-        refuse_new_parameters(self._module, self._exchanged, self._setup.optimizers())
-
-
-class AttachedShards(_InShards):
+class AttachedShards(Attached):
     """Handle of an FSDP2 model whose replicas exchange compressed shards.
 
     Args:
@@ -116,7 +108,7 @@ class AttachedShards(_InShards):
         self._replicate()
 
 
-class AttachedScatters(_InShards):
+class AttachedScatters(Attached):
     """Handle of an FSDP2 model whose ranks compress its reduce-scatters, and its all-gathers.
 
     Args:

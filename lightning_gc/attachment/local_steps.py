@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Literal, Never, Protocol, Self
 
@@ -28,11 +28,12 @@ from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.exchange import Workers, configure
-from lightning_gc.exchange.peers import Peers, take_over
-from lightning_gc.exchange.synchronizer import Synchronizer
-from lightning_gc.exchange.validation import check_controller, digest_of
+from lightning_gc.exchange.peers import Peers, ShardParts, on_all_ranks, take_over
+from lightning_gc.exchange.synchronizer import Synchronizer, leave
+from lightning_gc.exchange.validation import check_agreement, check_controller, digest_of
 from lightning_gc.exchange.verification import Verify, verification
-from lightning_gc.local_steps import GrowingRounds, OuterSGD
+from lightning_gc.exchange.workers import reshard
+from lightning_gc.local_steps import GrowingRounds, OuterSGD, RadialDirectional
 from lightning_gc.local_steps.elastic import Elastic, ElasticExchange, ElasticState
 from lightning_gc.local_steps.local_rounds import (
     MODULE,
@@ -48,6 +49,7 @@ from lightning_gc.local_steps.local_rounds import (
 )
 from lightning_gc.local_steps.refusals import (
     OwnSteps,
+    check_island,
     check_rounds,
     check_unequal,
     refuse_elastic,
@@ -62,7 +64,12 @@ from lightning_gc.local_steps.round_plan import Outer, RoundPlan
 from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+from lightning_gc.sharded.fsdp_units import units_of
+from lightning_gc.sharded.shard_exchange import synchronizer_of_shards, take_over_shards
+from lightning_gc.sharded.shard_validation import refuse_curves, refuse_model
+from lightning_gc.sharded.sharded_workers import ShardedWorkers, own_group
 from lightning_gc.transports.base import all_reduce_bytes
+from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.island import ALONE, Island
 
 
@@ -80,6 +87,7 @@ class Meeting:
         begin: gives a module the weights and buffers that all workers begin with.
         island: the processes of this worker.
         inside: the group in which they average gradients in each step; None: the default group.
+        between: a group for decisions of those that have the same shards, left at the end.
     """
 
     exchange: RoundExchange
@@ -87,6 +95,7 @@ class Meeting:
     begin: Callable[[nn.Module], None]
     island: Island = ALONE
     inside: dist.ProcessGroup | None = None
+    between: dist.ProcessGroup | None = None
 
 
 Meet = Callable[[Setup, Mapping[str, str]], Meeting]
@@ -136,32 +145,78 @@ def among_islands(size: int) -> Meet:
     """
 
     def meet(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
-        ranks = dist.get_world_size()
-        if ranks % size:
-            raise ValueError(
-                f"{setup.owner}(island={size}): {ranks} processes are not islands of {size}, "
-                f"and all islands must be equal. Start {size}, {2 * size}, {3 * size}, ... of them."
-            )
-        islands = [range(first, first + size) for first in range(0, ranks, size)]
+        islands, seats = _islands(setup, str(size), size)
         longest = None if setup.timeout is None else _ACTS * setup.timeout
         island = Island.among(islands, longest)
-        made = [dist.new_group(list(each), timeout=setup.timeout) for each in islands]
+        inside = own_group(islands, setup.timeout)
         setup.workers.saves = island.leads
         synchronizer = Synchronizer(
             setup.workers,
             setup.device,
             timeout=setup.timeout,
             revocable=True,
-            agreed={**agreed, "island": str(size)},
+            agreed=agreed,
             verify=setup.verify,
-            groups=[range(seat, ranks, size) for seat in range(size)],
+            groups=seats,
             island=island,
         )
-        inside = next(each for each in made if isinstance(each, dist.ProcessGroup))
         peers = peers_of(setup.device, None, None)
         return Meeting(synchronizer, peers, take_over, island, inside)
 
     return meet
+
+
+def among_shards(model: nn.Module, size: int) -> Meet:
+    """Return what connects a rank, which has a shard of its worker, to the same rank of the others.
+
+    Args:
+        model: on which ``fully_shard`` was called, with the mesh of each worker's ranks.
+        size: N, consecutive ranks of each worker.
+
+    Raises:
+        ValueError: when it connects, on all ranks, if one's model is not so, or ranks differ.
+    """
+
+    def meet(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
+        islands, seats = _islands(setup, f"{size} of a model in shards", size)
+        own = islands[dist.get_rank() // size]
+        on_all_ranks(partial(refuse_model, model, own, "islands"), setup.device)
+        workers, node = setup.workers, units_of(model)[0].mesh.get_group()
+        assert isinstance(workers, ShardedWorkers)
+        between = own_group(seats, setup.timeout)
+        synchronizer = synchronizer_of_shards(
+            workers,
+            node,
+            between,
+            seats,
+            setup.device,
+            "weights between islands",
+            agreed=agreed,
+            timeout=setup.timeout,
+            revocable=True,
+            verify=setup.verify,
+        )
+        peers = peers_of(setup.device, between, None, ShardParts(node, setup.device))
+        begin = partial(take_over_shards, between=between)
+        return Meeting(synchronizer, peers, begin, between=between)
+
+    return meet
+
+
+def _islands(setup: Setup, kind: str, size: int) -> tuple[list[range], list[range]]:
+    """Return the ranks of each island, and those that are at the same place in all islands.
+
+    ``kind``: of island, in words, which all ranks compare before they make groups.
+    """
+    check_agreement({"island": kind}, Distributed(), setup.device)
+    ranks = dist.get_world_size()
+    if ranks % size:
+        raise ValueError(
+            f"{setup.owner}(island={size}): {ranks} processes are not islands of {size}, "
+            f"and all islands must be equal. Start {size}, {2 * size}, {3 * size}, ... of them."
+        )
+    islands = [range(first, first + size) for first in range(0, ranks, size)]
+    return islands, [range(seat, ranks, size) for seat in range(size)]
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -227,8 +282,8 @@ class AttachedRounds(Attached):
     def _start(self) -> None:
         self.meeting.begin(self._module)
         workers, exchange = self._workers, self.meeting.exchange
-        parts = (self._module, workers.names, workers.first, exchange, self._plan, self._outer)
-        self.rounds = LocalRounds(*parts, unequal=self._unequal)
+        given = (self._module, workers.names, workers.first, exchange, self._plan, self._outer)
+        self.rounds = LocalRounds(*given, unequal=self._unequal, parts=self.parts)
         self._keep([self.rounds])
         super()._start()
 
@@ -247,7 +302,14 @@ class AttachedRounds(Attached):
         optimizers = self._setup.optimizers()
         rate = max(float(group["lr"]) for group in optimizers[0].param_groups)
         if not finished(self.rounds.stepped(ends, rate)):
-            reset_poisoned(optimizers)
+            reset_poisoned(optimizers, self.parts)
+
+    def end(self, failed: bool) -> None:
+        """As for ``Attached``; leave the groups that were made for this."""
+        between = self.meeting.between if self in self._open else None
+        super().end(failed)
+        if between is not None:
+            leave(between, failed)
 
     def end_rounds(self) -> None:
         """Exchange everything now, so that all workers have the common weights."""
@@ -313,6 +375,10 @@ class LocalSteps(AttachedRounds):
     join. The loop is then ``for step in local.until(1000):``. It chooses its batches by ``step``
     and ``local.number``. An exception, Ctrl-C's too, leaves the run: another worker gets the error.
 
+    With ``island`` N consecutive ranks are one worker, whose model FSDP2 has in shards. They
+    average their gradients in every step. Rank s of each worker exchanges its shards with rank s of
+    the others.
+
     Args:
         model: the module that is trained. All workers begin with worker 0's weights and buffers.
         optimizer: of the model's parameters. Every worker makes the same number of steps.
@@ -328,6 +394,9 @@ class LocalSteps(AttachedRounds):
         unequal: how workers that differ share a round, with ``pace="equal"``: the loop makes every
             step. ``weigh="tokens"`` is refused, as the batches are not seen.
         elastic: where workers meet that may die, leave and join; as for ``LocalStepsStrategy``.
+        island: N, the number of consecutive ranks that train as one worker. Above 1 the model is in
+            shards: call ``fully_shard`` with a mesh of these ranks. ``island_rank`` chooses a
+            rank's share of its worker's data. Methods are called on all ranks of a worker.
         scaler: of fp16 training. A step that it skips counts as a step, so workers agree on the
             rounds.
         seed: of the compressor's private random numbers.
@@ -338,12 +407,14 @@ class LocalSteps(AttachedRounds):
         unknown: refused, with a suggestion.
 
     Communication pattern:
-        As ``LocalStepsStrategy``, over the default process group: nothing between exchanges.
+        As ``LocalStepsStrategy``, over the default process group: nothing between exchanges. In an
+        island FSDP2's collectives, and with each exchange two all-reduces of one number.
 
     Raises:
         ValueError: what ``LocalStepsStrategy`` refuses; no process group, or one that cannot send
-            from the model's device; a model that is wrapped in DDP, is in shards, or synchronises
-            batch norms; an optimizer of other parameters, or one that communicates.
+            from the model's device; a model that is wrapped in DDP, is in shards without an
+            ``island``, or synchronises batch norms; an optimizer of other parameters, or one that
+            communicates; on all ranks, islands whose meshes, shards or settings differ.
         RuntimeError: in a step, weights that were loaded after this was made; a parameter that was
             unfrozen or replaced. A step while the common weights are shown, or of an elastic
             worker outside of ``until``.
@@ -375,6 +446,7 @@ class LocalSteps(AttachedRounds):
         fragments: int = 1,
         unequal: Unequal | None = None,
         elastic: Elastic | None = None,
+        island: int = 1,
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
         timeout: timedelta | None = None,
@@ -393,6 +465,7 @@ class LocalSteps(AttachedRounds):
         check_unequal(owner, plan, unequal)
         refuse_grace(owner, unequal)
         _refuse_pace(owner, unequal)
+        check_island(owner, island, unequal)
         verification(verify, owner)
         if elastic is not None:
             parts_of = (controller, configuration, verify, outer, unequal)
@@ -402,7 +475,10 @@ class LocalSteps(AttachedRounds):
                     f"{owner}(elastic=..., timeout={timeout!r}): elastic workers wait as long as "
                     f"Elastic(timeout={elastic.timeout:g}) says, in seconds; set it there."
                 )
-        _refuse_model(owner, model)
+        _refuse_model(owner, model, island)
+        if island > 1:
+            refuse_in_shards(owner, island, outer, controller, elastic, scaler)
+            reshard(model)
         refuse_synchronised_norms(owner, model)
         refuse_optimizers(owner, [optimizer])
         self._optimizer = _with_hooks(owner, optimizer)
@@ -419,13 +495,16 @@ class LocalSteps(AttachedRounds):
         self._count, self._entered = StepCount(owner, self._optimizer), elastic is None
         self._scaling = False
         self._own_steps = OwnSteps(owner, self._before_step, self._after_step)
-        workers = Workers(configuration)
+        workers = Workers(configuration) if island == 1 else ShardedWorkers(configuration)
         workers.exchanged = "weights"
         optimizers = [self._optimizer]
         more_workers = "start more processes, or leave LocalSteps out"
         settings = scaler, timeout, verify, more_workers
         setup = Setup(owner, workers, controller, lambda: optimizers, device, *settings)
         meet = among_ranks if elastic is None else by_rendezvous(elastic)
+        if island > 1:
+            meet = among_shards(model, island)
+        self._island = island
         super().__init__(model, setup, plan, outer, unequal, self._keep_rounds, meet)
         self._own_steps.begin(self._optimizer)
         if scaler is not None:
@@ -447,6 +526,11 @@ class LocalSteps(AttachedRounds):
     def number(self) -> int:
         """This worker's number, by which its data can be chosen."""
         return self._workers.first.worker if self._elastic is None else self._elastic.number
+
+    @property
+    def island_rank(self) -> int:
+        """This process's rank in its worker, by which its share of the worker's data is chosen."""
+        return 0 if self._island == 1 else dist.get_rank() % self._island
 
     @property
     def roll(self) -> Roll | None:
@@ -521,7 +605,7 @@ class LocalSteps(AttachedRounds):
         """Count a step that the scaler skips too: scalers are local, and H is common."""
         step = scaler.step
 
-        @functools.wraps(step)
+        @wraps(step)
         def counted(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self not in self._open or _innermost(optimizer) is not self._optimizer:
                 return step(optimizer, *args, **kwargs)
@@ -548,7 +632,8 @@ class LocalSteps(AttachedRounds):
     def common_weights(self) -> Iterator[None]:
         """Show the common weights and buffers in the model: for validation, or to save a model.
 
-        This worker's own weights are back afterwards. Call it on all workers or on one.
+        This worker's own weights are back afterwards. Call it on all workers or on one. A forward
+        pass of a model in shards needs all ranks of an island.
         """
         with self.rounds.weights.presented():
             yield
@@ -571,7 +656,7 @@ class LocalSteps(AttachedRounds):
         self.rounds.begin(*self.rounds.weights.held())
 
     def state_dict(self, mode: Literal["full", "mean"] = "full") -> dict[str, Any]:
-        """Return all that this worker needs to go on, between steps; every worker saves its own.
+        """Return all that this worker needs to go on, between steps; every rank saves its own.
 
         It holds the model with the common weights, this worker's weights, optimizer, scaler and
         errors, outer momentum, and the place in the round. The loop saves its schedulers and its
@@ -591,7 +676,8 @@ class LocalSteps(AttachedRounds):
 
         Args:
             state: as for ``Attached``. If the number of workers has changed, each begins with the
-                mean of the weights and errors, and with worker 0's optimizer.
+                mean of the weights and errors, and with worker 0's optimizer. The states of a list
+                are those of this rank's shard.
 
         Raises:
             ValueError: as for ``Attached``.
@@ -659,7 +745,44 @@ def _refuse_pace(owner: str, unequal: Unequal | None) -> None:
         )
 
 
-def _refuse_model(owner: str, model: Any) -> None:
+def refuse_in_shards(
+    owner: str,
+    island: int,
+    outer: Outer,
+    controller: Controller | None,
+    elastic: Elastic | None,
+    scaler: Any,
+) -> None:
+    """Raise ValueError for settings that a worker in shards cannot have.
+
+    Args:
+        owner: the strategy or class, for the sentence.
+        island: N, ranks of a worker.
+        outer: the step of the common weights.
+        controller: of levels, or None.
+        elastic: where workers meet that come and go, or None.
+        scaler: of fp16 training, or None.
+    """
+    if elastic is not None:
+        raise ValueError(
+            f"{owner}(island={island}, elastic={elastic!r}): a worker that joins would need the "
+            f"shards of each rank, and a snapshot has one rank's. Leave elastic out, or use "
+            f"LocalStepsStrategy(island={island}, elastic=...) with complete models."
+        )
+    if isinstance(outer, RadialDirectional):
+        raise ValueError(
+            f"{owner}(island={island}, outer={outer!r}): it averages norms of complete tensors, "
+            f"and a rank has shards; use outer={outer.sgd!r}."
+        )
+    if scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            f"{owner}(island={island}, scaler=...): a model in shards reduces gradients in float32 "
+            f"or bfloat16, which need no loss scaling; leave it out."
+        )
+    refuse_curves(owner, controller)
+
+
+def _refuse_model(owner: str, model: Any, island: int) -> None:
     """Raise ValueError for a module that exchanges gradients, or is not in one process."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"{owner}({type(model).__name__}(...)): give the module that is trained.")
@@ -672,17 +795,19 @@ def _refuse_model(owner: str, model: Any) -> None:
                 f"gradients in every backward pass. Give the module inside it, such as ddp.module, "
                 f"and train that module."
             )
-        if names & _SHARDS:
+        if names & (_SHARDS if island == 1 else {_FSDP}):
             raise ValueError(
                 f"{owner}({type(model).__name__}(...)): {(names & _SHARDS).pop()} keeps the "
                 f"weights in shards, so no process has a worker's weights. Give each process the "
-                f"complete model."
+                f"complete model, or shard it by fully_shard among N ranks and give island=N."
             )
-    refuse_shards(owner, model)
+    if island == 1:
+        refuse_shards(owner, model, islands=True)
 
 
 _GRADIENTS = {"DistributedDataParallel", "DDP", "ReplicateModule"}
-_SHARDS = {"FullyShardedDataParallel", "FSDPModule"}
+_FSDP = "FullyShardedDataParallel"
+_SHARDS = {_FSDP, "FSDPModule"}
 
 
 def _innermost(optimizer: Any) -> Any:

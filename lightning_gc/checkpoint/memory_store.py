@@ -33,7 +33,7 @@ from lightning_gc.core import (
     Structure,
 )
 from lightning_gc.core.checksum import checksum, with_checksum
-from lightning_gc.core.pytree import Tree
+from lightning_gc.core.pytree import Tree, each_tensor
 from lightning_gc.core.registry import with_new_names
 from lightning_gc.core.state_structure import LEVEL
 from lightning_gc.engine.engine import ENGINE_STATE
@@ -266,13 +266,16 @@ def _loop_of(state: Tree) -> Tree:
 def _saved_with(state: Tree, workers: Workers) -> str:
     """Return the text that must be equal on all workers."""
     loop = _loop_of(state)
+    # Integer buffers of a module may differ.
+    common = {n: part for n, part in state.get("common", {}).items() if n != MODULE}
+    if workers.place():  # each rank has its own shard of what is common
+        common = each_tensor(common, lambda tensor: tensor.reshape(-1)[:0])
     # Ranks of a model in shards may have buckets without any elements, which are not in a layout.
     shared = {
         "levels": state["levels"],
         "layout": [] if workers.place() else state["layout"],
         "loop": {name: loop.get(name) for name in _DECIDED},
-        # Integer buffers of a module may differ.
-        "common": {n: part for n, part in state.get("common", {}).items() if n != MODULE},
+        "common": common,
     }
     run = f" of run {state['run']}" if "run" in state else ""
     return f"step {state['engine']['step']}{run}{_SHARED}{checksum(shared)}"

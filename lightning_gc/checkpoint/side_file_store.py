@@ -116,13 +116,14 @@ class Saving:
         main: Tree = shared | {
             MAIN.key: MAIN.newest,
             "mode": "full" if alone else self.mode,
-            "workers": engine.workers,
+            "workers": workers.files,
             "stem": side_files.stem_of(path, engine.step, save),
             "shapes": {
                 name: {buffer: list(tensor.shape) for buffer, tensor in kept.items()}
                 for name, kept in engine.buffers.named.items()
             },
-            "files": [None] * engine.workers,
+            "files": [None] * workers.files,
+            **workers.place(),
         }
         if main["torn"]:
             return main  # a round is incomplete: errors are neither those before nor after it
@@ -151,8 +152,9 @@ class Saving:
         acts: dict[int, Callable[[], str]] = {}
         workers = self.host.local_workers
         for index, engine in enumerate(workers.engines if workers.saves else ()):
-            target = side_files.path_of(path, main["stem"], engine.worker, engine.workers)
-            acts[engine.worker] = partial(self._save_own, index, main, target, options, path)
+            file = workers.file_of(engine)
+            target = side_files.path_of(path, main["stem"], file, workers.files)
+            acts[file] = partial(self._save_own, index, main, target, options, path)
         checksums = together(self.host, acts, main["workers"], is_alone(self.host))
         return [checksums.get(worker) for worker in range(main["workers"])]
 
@@ -169,7 +171,7 @@ class Saving:
         workers = self.host.local_workers
         state = worker_state(workers, self.host.control_loop, main, index)
         own = {name: main[name] for name in (SIDE.key, "workers", "run", "stem")}
-        own |= state.in_file(self.dtype) | {"worker": workers.engines[index].worker}
+        own |= state.in_file(self.dtype) | {"worker": workers.file_of(workers.engines[index])}
         return with_checksum(own)
 
     def _write_side_file(self, own: Tree, target: str, options: Any) -> str:
@@ -198,8 +200,8 @@ class Saving:
             put(path, write, host.checkpoint_io)
 
         problem = f"could not write {path}; if there was one of that name, it is kept"
-        first = workers.first.worker if workers.engines else host.global_rank
-        number = workers.first.workers if workers.engines else 0
+        first = workers.file_of(workers.first) if workers.engines else host.global_rank
+        number = workers.files if workers.engines else 0
         together(host, {first: explaining(problem, act)}, number, is_alone(host))
 
     def _remove_old_side_files(self, path: Any, stem: str) -> None:
@@ -261,8 +263,9 @@ class Restoring:
         begin_at_zero(workers, control, main)
 
     def _together(self, act: Callable[[], Any]) -> dict[int, Any]:
-        first = self.host.local_workers.first
-        return together(self.host, {first.worker: act}, first.workers, is_alone(self.host))
+        workers = self.host.local_workers
+        acts = {workers.file_of(workers.first): act}
+        return together(self.host, acts, workers.files, is_alone(self.host))
 
     def _agreed(self, main: Any, path: Any) -> list[WorkerState]:
         """Return each worker's state; raise on all workers if one fails or its file differs."""
@@ -310,7 +313,7 @@ class Restoring:
         main = MAIN.opened(
             main,
             own_structure(workers, self.host.control_loop) if mean else {},
-            {"common": Record(maybe=common, others=ANYTHING)},
+            {"common": Record(maybe=common, others=ANYTHING), "shard": WHOLE, "shards": COUNT},
         )
         if len(main.get("files", [None] * main["workers"])) != main["workers"]:
             raise ValueError(f"it has {len(main['files'])} files of {main['workers']} workers")
@@ -322,9 +325,15 @@ class Restoring:
             check_own(main, main, workers, main.get("shapes"))
             own = {"compressor": main["compressor"]}
             return [WorkerState(main, main["averaged"], (own,))] * len(engines)
-        before, now = main["workers"], workers.first.workers
+        before, now = main["workers"], workers.files
+        places = [each.get("shards", 1) for each in (main, workers.place())]
+        if places != [1, 1] and (places[0] != places[1] or before != now):
+            raise ValueError(
+                f"it was saved by {before} ranks, which had {places[0]} shards of each worker, and "
+                f"here are {now} ranks and {places[1]} shards; resume with as many of both"
+            )
         if before == now:
-            return self._read(main, path, [engine.worker for engine in engines])
+            return self._read(main, path, map(workers.file_of, engines))
         old = self._read(main, path, range(before))
         self._log_rank0(f"{before} workers' errors are averaged: each of {now} has the mean.")
         return [WorkerState.mean(old)] * len(engines)
@@ -333,6 +342,8 @@ class Restoring:
         """Return the states in these workers' side files; a lost state for a missing file."""
         files = {i: side_files.path_of(path, main["stem"], i, main["workers"]) for i in workers}
         lost = [file for file in files.values() if not side_files.exists(file)]
+        if lost and self.host.local_workers.place():
+            raise ValueError(f"{', '.join(lost)} is missing, which has shards of the optimizers")
         if lost:
             warnings.warn(
                 f"Error state is missing: {', '.join(lost)}. Errors that were in it count as zero. "
@@ -361,7 +372,7 @@ class Restoring:
         check_same(own, {"worker": worker} | {name: main[name] for name in same})
         if main.get("files", {worker: None})[worker] not in (None, own.get(CHECKSUM)):
             raise ValueError("it is not the file that was saved with its checkpoint")
-        check_own(own, main, workers, main.get("shapes"))
+        check_own(own, main, workers, None if workers.place() else main.get("shapes"))
         parts: Tree = {name: own[name] for name in ("compressor", "own") if name in own}
         return WorkerState(main, own["averaged"], (parts,))
 

@@ -17,7 +17,13 @@ from lightning_gc.transports.peer_error import naming_peers
 
 
 class Parts:
-    """A worker in one process, which has complete parameters."""
+    """A worker in one process, which has complete parameters.
+
+    Attributes:
+        several: whether the worker has several processes, with a part of its parameters each.
+    """
+
+    several = False
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum over the worker's processes."""
@@ -47,6 +53,8 @@ class ShardParts(Parts):
     Communication pattern:
         Each method is one all-reduce of float64 numbers in the group.
     """
+
+    several = True
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device

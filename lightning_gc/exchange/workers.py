@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
@@ -217,8 +219,8 @@ class Workers:
         return self.configuration.engine(worker, workers)
 
     def local(self, param: Tensor) -> Tensor:
-        """Return this process's part of a parameter; the parameter, where it is not sharded."""
-        return param
+        """Return this process's part of a parameter."""
+        return local_part(param)
 
     def place(self) -> dict[str, int]:
         """Return what part of a worker this process has, by names for a saved state."""
@@ -261,6 +263,15 @@ class Workers:
         shapes = self.shapes if shapes is None else shapes
         compressor_state(compressor, shapes).check(state, f"{place}compressor")
         RequestedLevels(compressor).check(levels, "levels")
+
+    def file_of(self, engine: Engine) -> int:
+        """Return the number of this process's side file of a worker."""
+        return engine.worker
+
+    @property
+    def files(self) -> int:
+        """How many side files all processes write."""
+        return self.first.workers
 
     def regroup(self, layout: Sequence[Sequence[str]]) -> None:
         """Exchange the next round in ``layout`` if it has exactly this model's parameters."""
@@ -320,6 +331,21 @@ def learning_rates_of(
     """Return parameter name -> learning rate, of all that an optimizer has."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {names[p]: float(group["lr"]) for group in groups for p in group["params"] if p in names}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor in shards, in the same memory; else the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(module: nn.Module) -> None:
+    """Let FSDP2 free what it has gathered, so that the module has this process's parts.
+
+    The outermost unit keeps gathered parameters after a forward pass without a backward pass.
+    """
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
 
 
 def plain_name(name: str) -> str:

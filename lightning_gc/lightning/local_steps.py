@@ -11,16 +11,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_gc.attachment.attached import Setup
 from lightning_gc.attachment.local_steps import (
     AttachedRounds,
+    Meet,
     Meeting,
     among_islands,
     among_ranks,
+    among_shards,
     by_rendezvous,
+    refuse_in_shards,
 )
 from lightning_gc.checkpoint.side_files import KEY
 from lightning_gc.compressors import Compressor
@@ -31,6 +36,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.exchange.workers import Workers, reshard
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
@@ -53,11 +59,17 @@ from lightning_gc.local_steps.refusals import (
     refuse_in_trainer,
     refuse_optimizers,
     refuse_settings,
+    refuse_shards,
 )
 from lightning_gc.local_steps.roll import Roll
 from lightning_gc.local_steps.round_plan import Outer, RoundPlan
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+from lightning_gc.sharded.fsdp_units import units_of
+from lightning_gc.sharded.sharded_workers import ShardedWorkers, replica_mesh
+
+_LIGHTNING = ("pytorch_lightning.", "lightning.")
+"""Where hooks are defined that a module does not override."""
 
 
 class LocalHooks(CompressedStrategy):
@@ -399,14 +411,17 @@ class LocalSteps(LocalHooks, RealWorker):
             with ``Trainer(devices=1, num_nodes=1, max_steps=...)``.
         island: N, the number of consecutive ranks that train as one worker, such as a node's. They
             average their gradients in each step, by ``DistributedDataParallel``. All workers have
-            N processes. With ``elastic`` each job has N.
+            N processes. With ``elastic`` each job has N. Above 1 the module may be in shards: it
+            calls ``fully_shard(module, mesh=self.device_mesh["data_parallel"])`` in
+            ``configure_model``, as for ``CompressedHSDPStrategy``.
         ddp_kwargs: as for Lightning's ``DDPStrategy``: ``start_method``,
             ``process_group_backend``, ``timeout``, ... What is for its wrapper is allowed with an
             ``island`` of several.
 
     Communication pattern:
         In an island of N an all-reduce of gradients in every step. Rank 0 of each island exchanges
-        for it, and broadcasts each reply inside, compressed as it is.
+        for it, and broadcasts each reply inside, compressed as it is. If the island has a module in
+        shards, every rank exchanges its shards with the same rank of the others.
         Nothing between exchanges. Every H steps one exchange of the compressor's for each fragment,
         in one message per request, and an all-reduce of these buffers, on a background thread;
         without a delay workers wait for it. A dead peer is noticed at the next exchange. Lightning
@@ -418,8 +433,9 @@ class LocalSteps(LocalHooks, RealWorker):
             controller that computes with gradients, arguments for a DDP wrapper; at fit start,
             manual optimization, ``SyncBatchNorm``, callbacks that average weights or prune,
             ``ZeroRedundancyOptimizer``, an optimizer with a process group, a schedule-free one, a
-            number of processes that N does not divide; in the first step, any optimizer that
-            communicates.
+            number of processes that N does not divide; a module in shards without an ``island``,
+            or with ``elastic``, ``RadialDirectional``, a loss scaler or another ``state`` than
+            ``"full"``; in the first step, any optimizer that communicates.
         RuntimeError: after ten lost rounds in a row; a parameter that was unfrozen, added or
             replaced after the fit began.
 
@@ -489,20 +505,63 @@ class LocalSteps(LocalHooks, RealWorker):
         self._broadcast_each_batch: Callable[[], None] = _nothing
         super().__init__(**ddp_kwargs)
 
+    def setup_environment(self) -> None:
+        """Join the other ranks; give a module that may be sharded the mesh of its island."""
+        super().setup_environment()
+        ranks = self.num_nodes * self.num_processes
+        may_be = not type(self.lightning_module).configure_model.__module__.startswith(_LIGHTNING)
+        if self.island > 1 and may_be and ranks % self.island == 0:
+            parts = self.root_device.type, ranks // self.island, self.island, self._timeout
+            self.lightning_module._device_mesh = replica_mesh(*parts)
+
+    def setup(self, trainer: Any) -> None:
+        if self._in_shards and trainer.state.fn != "fit":
+            raise ValueError(
+                f"{type(self).__name__}: a module in shards is only trained here. Validate or test "
+                f"it with Trainer(strategy=ModelParallelStrategy())."
+            )
+        super().setup(trainer)
+
+    @property
+    def _in_shards(self) -> bool:
+        """Whether a rank has a part of the module only."""
+        return bool(units_of(self.lightning_module))
+
+    def _meet_in_shards(self, module: Any) -> Meet:
+        reshard(module)  # else optimizers would have what FSDP2 has gathered in a fit before
+        owner = type(self).__name__
+        settings = self.island, self.outer, self.controller, self.elastic, self._scaler()
+        refuse_in_shards(owner, *settings)
+        if self._saving.mode != "full":
+            raise ValueError(
+                f"{owner}(island={self.island}, state={self._saving.mode!r}): only each rank's own "
+                f"file has its shards of the optimizers; use state='full'."
+            )
+        return among_shards(module, self.island)
+
     def configure_ddp(self) -> None:
-        """Start the exchange at worker 0's weights; wrap the module only in an island."""
+        """Start the exchange at worker 0's weights; wrap the module only in an island of DDP."""
         module = self.model
         trainer = self.lightning_module.trainer
         refuse_in_trainer(type(self).__name__, trainer, module)
-        alone = among_ranks if self.island == 1 else among_islands(self.island)
-        meet = alone if self.elastic is None else self._meet
+        in_shards = self.island > 1 and self._in_shards
+        if in_shards:
+            meet = self._meet_in_shards(module)
+        else:
+            refuse_shards(type(self).__name__, module, islands=True)
+            alone = among_ranks if self.island == 1 else among_islands(self.island)
+            meet = alone if self.elastic is None else self._meet
+        kind = ShardedWorkers if in_shards else Workers
+        if type(self.local_workers) is not kind:
+            self.local_workers = kind(self.local_workers.configuration)
+            self.local_workers.exchanged = "weights"
         parts = (self.plan, self.outer, self.unequal, self._keep, meet)
         self._attach(lambda setup: AttachedRounds(module, setup, *parts))
         rounds, elastic = self._all_rounds[0], self.elastic
         self._broadcast_each_batch = broadcast_only(
             lambda: elastic is not None or rounds.position == 0, trainer
         )
-        if self.island > 1:
+        if self.island > 1 and not in_shards:
             self._ddp_kwargs["process_group"] = self._handle.meeting.inside
             super().configure_ddp()
 
@@ -564,8 +623,52 @@ class LocalSteps(LocalHooks, RealWorker):
         assert isinstance(self._attached, AttachedRounds)
         return self._attached
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the common weights and buffers, as copies; those in shards complete on rank 0."""
+        state = super().lightning_module_state_dict()
+        shards = {name: each for name, each in state.items() if isinstance(each, DTensor)}
+        if shards and self.lightning_module.trainer.interrupted:
+            raise RuntimeError(
+                "The module is in shards, and other ranks may not take part after an exception, so "
+                "no checkpoint is written. Save within training."
+            )
+        for name, each in shards.items():
+            whole = each.full_tensor()  # one by one: a device may not hold all of them
+            state[name] = whole.cpu()
+            if self.global_rank != 0:
+                del state[name]
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._in_shards:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        set_model_state_dict(self.lightning_module, checkpoint["state_dict"], options=options)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return nothing of a module in shards: each rank's file has its own."""
+        return {} if self._in_shards else super().optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """As for complete models; of a module in shards restore what this rank's file has."""
+        if self._in_shards:
+            checkpoint = {**checkpoint, "optimizer_states": []}
+        super().load_optimizer_state_dict(checkpoint)
+
+    def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:
+        if self._in_shards and self.global_rank == 0:
+            warnings.warn(
+                "The checkpoint has no shards of the optimizers' states, so optimizers begin "
+                "without a state.",
+                stacklevel=2,
+            )
+
     def _start_alike(self) -> None:
         assert self._rounds is not None
+        if self._in_shards:
+            self._handle.meeting.begin(self.lightning_module)
+            return
         buffers = self._rounds.weights.buffers.alike(self.root_device)
         broadcast_all((*self.lightning_module.parameters(), *buffers))
 

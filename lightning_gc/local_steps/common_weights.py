@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gc.core import Flow, Gather, Mean, Reply, Request
 from lightning_gc.core.digest import digest
+from lightning_gc.exchange.workers import local_part, reshard
 from lightning_gc.local_steps.round_plan import Outer
 
 
@@ -19,7 +20,7 @@ class Fragment:
     """Keeps the weights from which all workers went on together, and the outer momentum.
 
     Both are float32 or wider for parameters of any dtype, so small steps of half-precision weights
-    add up.
+    add up. Of parameters in shards it keeps and moves this process's parts.
 
     Args:
         params: parameter name -> parameter, which must hold the common weights now.
@@ -28,22 +29,27 @@ class Fragment:
     Attributes:
         anchor: the common weights, flat, ``(numel,)``, in the order of ``params``.
         velocity: the outer momentum, ``(numel,)``; None without.
-        shapes: parameter name -> shape.
+        shapes: parameter name -> shape of this process's part.
     """
 
     def __init__(self, params: Mapping[str, Tensor], outer: Outer) -> None:
         self.params = dict(params)
         self.outer = outer
-        self.shapes = {name: tuple(param.shape) for name, param in self.params.items()}
+        self.shapes = {n: tuple(p.shape) for n, p in zip(self.params, self._parts, strict=True)}
         self._sizes = [math.prod(shape) for shape in self.shapes.values()]
         dtypes = (param.dtype for param in self.params.values())
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         self.anchor = self.weights()
         self.velocity = torch.zeros_like(self.anchor) if outer.momentum else None
 
+    @property
+    def _parts(self) -> list[Tensor]:
+        """This process's parts of the parameters; FSDP2 may move them to other memory."""
+        return [local_part(param).data for param in self.params.values()]
+
     def weights(self) -> Tensor:
         """Return a flat copy of this worker's weights, ``(numel,)``."""
-        return torch.cat([p.detach().reshape(-1).to(self.dtype) for p in self.params.values()])
+        return torch.cat([part.reshape(-1).to(self.dtype) for part in self._parts])
 
     def start(self) -> Tensor:
         """Return the weights with which training goes on: the anchor, as parameters can hold it."""
@@ -60,7 +66,7 @@ class Fragment:
         and what the anchor has beyond the parameters' precision is kept.
         """
         apart = torch.empty_like(self.anchor)
-        own = (param.detach().reshape(-1).to(self.dtype) for param in self.params.values())
+        own = (part.reshape(-1).to(self.dtype) for part in self._parts)
         for piece, start, now in zip(apart.split(self._sizes), self._starts(), own, strict=True):
             torch.sub(start, now, out=piece)
         return apart
@@ -71,8 +77,8 @@ class Fragment:
 
     def put(self, flat: Tensor) -> None:
         """Set this worker's weights, ``(numel,)``."""
-        for param, piece in zip(self.params.values(), flat.split(self._sizes), strict=True):
-            param.data.copy_(piece.view(param.shape))
+        for part, piece in zip(self._parts, flat.split(self._sizes), strict=True):
+            part.copy_(piece.view(part.shape))
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Return copies of a flat tensor's pieces, by name, in the parameters' shapes."""
@@ -234,7 +240,12 @@ class CommonWeights:
 
     def _put(self, flats: Sequence[Tensor]) -> None:
         for each, flat in zip(self.fragments, flats, strict=True):
-            each.put(flat)
+            self.put(each, flat)
+
+    def put(self, fragment: Fragment, flat: Tensor) -> None:
+        """Set this worker's weights of a fragment, ``(numel,)``."""
+        reshard(self._module)  # else a pass could use weights that FSDP2 has gathered before
+        fragment.put(flat)
 
 
 class CommonBuffers:

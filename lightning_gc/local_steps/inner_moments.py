@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gc.core.settings import Settings
+from lightning_gc.exchange.workers import local_part
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ class Moments:
                         f"not the parameter's {tuple(param.shape)}, so it cannot be averaged; "
                         f"leave {name} out."
                     )
-                self._kept.append(moment)
-                pieces.append(torch.zeros_like(param) if moment is None else moment)
+                here = None if moment is None else local_part(moment)
+                self._kept.append(here)
+                pieces.append(torch.zeros_like(local_part(param)) if here is None else here)
         self._sizes = [piece.numel() for piece in pieces]
         wide = functools.reduce(torch.promote_types, (p.dtype for p in pieces), torch.float32)
         self.flat = torch.cat([piece.detach().reshape(-1).to(wide) for piece in pieces])

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.core import (
@@ -27,11 +29,11 @@ from lightning_gc.core import (
     Record,
     Structure,
 )
-from lightning_gc.core.pytree import Tree, average, reduced
+from lightning_gc.core.pytree import Tree, average, each_tensor, reduced
 from lightning_gc.core.state_structure import ERRORS, FLOATS
 from lightning_gc.engine import Engine
-from lightning_gc.exchange.peers import explaining
-from lightning_gc.exchange.workers import Shapes, Workers, plain_name
+from lightning_gc.exchange.peers import Parts, explaining
+from lightning_gc.exchange.workers import Shapes, Workers, local_part, plain_name, reshard
 from lightning_gc.local_steps.common_weights import CommonWeights, Fragment, mean_of
 from lightning_gc.local_steps.inner_moments import Moments
 from lightning_gc.local_steps.round_plan import MIXED, Outer, RoundPlan
@@ -121,6 +123,7 @@ class LocalRounds:
         present: the module holds this worker's weights within it, and whenever a method is called.
         unequal: how workers that differ share a round; None: they are equal.
         clock: this worker's; None: the real time.
+        parts: sums over the processes of this worker, if each has a part of the parameters.
 
     Attributes:
         weights: the common ones.
@@ -140,6 +143,8 @@ class LocalRounds:
         of what ``CommonBuffers`` keeps, if anything, one of the learning rate, if rounds grow, and
         one of the optimizers' moments that are due.
         Without a delay the worker waits for it.
+        In a worker of several parts two all-reduces of one number: whether a distance, and whether
+        a mean, is not finite in some part.
 
     Raises:
         RuntimeError: on all workers, after ``LOST_IN_A_ROW`` exchanges in a row whose result was
@@ -157,8 +162,9 @@ class LocalRounds:
         present: Callable[[], AbstractContextManager[None]] = nullcontext,
         unequal: Unequal | None = None,
         clock: Clock | None = None,
+        parts: Parts = Parts(),  # noqa: B008 - has no state
     ) -> None:
-        self.present = present
+        self.present, self._parts = present, parts
         self._engine, self._exchanger, self.plan = engine, exchanger, plan
         params = {name: param for param, name in names.items()}
 
@@ -166,7 +172,9 @@ class LocalRounds:
             return {plain_name(name): buffer for name, buffer in module.named_buffers()}
 
         def untrained() -> dict[str, Tensor]:
-            return {plain_name(n): p for n, p in module.named_parameters() if p not in names}
+            reshard(module)
+            every = module.named_parameters()
+            return {plain_name(n): local_part(p) for n, p in every if p not in names}
 
         self.weights = CommonWeights(module, params, buffers, untrained, plan.fragments, outer)
         self.share = Share(
@@ -188,7 +196,7 @@ class LocalRounds:
         self.optimizers: Callable[[], Sequence[torch.optim.Optimizer]] = tuple
         self.figures: dict[str, float] = {}
         self._lost = 0  # exchanges in a row
-        self._step_bytes = sum(p.numel() * p.element_size() for p in names)
+        self._step_bytes = sum(local_part(p).nbytes for p in names)
 
     @property
     def is_due(self) -> bool:
@@ -204,6 +212,11 @@ class LocalRounds:
     def apart(self) -> bool:
         """Whether this worker's weights may differ from the common ones."""
         return self.flight is not None or any(self.since)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether this process has a part of the worker only."""
+        return self._parts.several
 
     @property
     def every(self) -> int:
@@ -307,6 +320,8 @@ class LocalRounds:
         engine.tally.local_steps += steps
         engine.tally.local_bytes += steps * self._step_bytes
         distance = fragment.distance()
+        if self._parts.several:  # all processes of a worker lose a round, or none does
+            distance.masked_fill_(self._on_any_part(~distance.isfinite().all()), torch.nan)
         drift = torch.linalg.vector_norm(distance) if engine.statistics.norms_wanted else None
         self.share.depart(wait=wait)
         sent = fragment.weights() if delay else fragment.start() if self.share.late else None
@@ -389,7 +404,7 @@ class LocalRounds:
         if self.plan.growing is not None and flight.rate.numel():
             before, self.rate = self.rate, float(flight.rate)
             self.length = self.plan.growing.length(self.rate, before)
-        finite = bool(flight.mean.isfinite().all())
+        finite = not bool(self._on_any_part(~flight.mean.isfinite().all()))
         if finite:
             self._take_over(flight, self.weights.fragments[flight.index])
         else:
@@ -413,17 +428,23 @@ class LocalRounds:
         if flight.moments is not None:
             flight.moments.take_over()
         if flight.sent is None or flight.astray:
-            fragment.put(fragment.anchor)
+            to = fragment.anchor
         elif self.plan.merge == "rebase" or self.share.late:
-            fragment.put(fragment.anchor + (fragment.weights() - flight.sent))
+            to = fragment.anchor + (fragment.weights() - flight.sent)
         else:
-            fragment.put(MIXED * fragment.weights() + (1 - MIXED) * fragment.anchor)
+            to = MIXED * fragment.weights() + (1 - MIXED) * fragment.anchor
+        self.weights.put(fragment, to)
         if flight.drift is not None and before is not None:
             outer = torch.linalg.vector_norm(fragment.anchor - before)
-            self.figures = {"drift": float(flight.drift), "outer_step": float(outer)}
+            norms = self._parts.norms(torch.stack([flight.drift, outer])).tolist()
+            self.figures = dict(zip(("drift", "outer_step"), norms, strict=True))
             self.figures["rounds"] = self._engine.step
             self.figures["round_steps"] = flight.steps
             self.figures |= self.share.figures
+
+    def _on_any_part(self, flag: Tensor) -> Tensor:
+        """Return whether a flag is set in any part of this worker."""
+        return self._parts.total(flag) > 0 if self._parts.several else flag
 
     def _count_lost(self, steps: int) -> None:
         """Warn of an exchange that was lost, with its number of steps; stop after too many."""
@@ -459,12 +480,16 @@ def finished(waits: Waits) -> bool:
             return bool(end.value)
 
 
-def reset_poisoned(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Empty the state of optimizers in which something is not finite."""
+def reset_poisoned(
+    optimizers: Iterable[torch.optim.Optimizer],
+    parts: Parts = Parts(),  # noqa: B008 - has no state
+) -> None:
+    """Empty the state of optimizers in which something is not finite, in any part of a worker."""
     for optimizer in optimizers:
         kept = (value for state in optimizer.state.values() for value in state.values())
-        tensors = (value for value in kept if isinstance(value, Tensor))
-        if not all(bool(value.isfinite().all()) for value in tensors):
+        tensors = (local_part(value) for value in kept if isinstance(value, Tensor))
+        odd = not all(bool(value.isfinite().all()) for value in tensors)
+        if bool(parts.total(torch.tensor(odd, device="cpu", dtype=torch.bool))):
             optimizer.state.clear()
 
 
@@ -586,11 +611,17 @@ class OwnState:
         rounds: the worker's.
         optimizers: returns them.
         scaler: returns the loss scaler, or None.
+        common: this process's part of the common state, if only this file has it; None elsewhere.
     """
 
     structure = Record(
         {"weights": Each(FLOATS), "buffers": Each(FLOATS), "sent": Each(FLOATS)},
-        {"optimizers": Each(ANYTHING), "scaler": ANYTHING, "share": Share.own_structure},
+        {
+            "optimizers": Each(ANYTHING),
+            "scaler": ANYTHING,
+            "share": Share.own_structure,
+            "common": CommonState.common_structure,
+        },
     )
 
     def __init__(
@@ -598,8 +629,10 @@ class OwnState:
         rounds: LocalRounds,
         optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
         scaler: Callable[[], Any],
+        common: CommonState | None = None,
     ) -> None:
         self._rounds, self._optimizers, self._scaler = rounds, optimizers, scaler
+        self._common = common
         self._restored: list[Any] = []  # states of optimizers
 
     def own_state(self) -> Tree:
@@ -618,6 +651,7 @@ class OwnState:
             "optimizers": {str(index): each for index, each in enumerate(optimizers)},
             "scaler": {} if scaler is None else scaler.state_dict(),
             "share": self._rounds.share.own_state(),
+            **({} if self._common is None else {"common": self._common.common_state()}),
         }
 
     def over_workers(self, state: Any, mean: Callable[[Tensor], Tensor]) -> Tree:
@@ -632,6 +666,8 @@ class OwnState:
         if not states:
             return
         same = len(states) == 1
+        if self._common is not None and "common" in states[0]:
+            self._common.load_common_state(states[0]["common"])
         parts = ("weights", "buffers", "sent")
         own = (
             {part: states[0][part] for part in parts}
@@ -665,18 +701,47 @@ class OwnState:
         """
         with self._rounds.present():
             for optimizer, state in zip(self._optimizers(), self._restored, strict=False):
-                optimizer.load_state_dict(state)
+                params = (p for group in optimizer.param_groups for p in group["params"])
+                mesh = next((p.device_mesh for p in params if isinstance(p, DTensor)), None)
+                optimizer.load_state_dict(state if mesh is None else _loaded(state, mesh))
         restored, self._restored = bool(self._restored), []
         return restored
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> Any:
     """Return an optimizer's state; its own exception says neither whose it is nor which call."""
-    return explaining(f"{type(optimizer).__name__}.state_dict() failed", optimizer.state_dict)()
+    state = explaining(f"{type(optimizer).__name__}.state_dict() failed", optimizer.state_dict)()
+    return each_tensor(state, _saved)
+
+
+_PART, _OF, _CUT = "part", "shape", "dim"
+
+
+def _saved(tensor: Tensor) -> Any:
+    """Return a tensor as files have it: of one in shards this process's part, and of what."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    (place,) = tensor.placements
+    cut = place.dim if isinstance(place, Shard) else None
+    return {_PART: tensor.to_local(), _OF: list(tensor.shape), _CUT: cut}
+
+
+def _loaded(state: Any, mesh: DeviceMesh) -> Any:
+    """Undo ``_saved`` in nested dicts."""
+    if not isinstance(state, dict):
+        return state
+    if state.keys() != {_PART, _OF, _CUT}:
+        return {name: _loaded(each, mesh) for name, each in state.items()}
+    place = Replicate() if state[_CUT] is None else Shard(state[_CUT])
+    whole = torch.empty(state[_OF], device="meta", dtype=torch.uint8)
+    own: Tensor = state[_PART]
+    return DTensor.from_local(own, mesh, [place], shape=whole.shape, stride=whole.stride())
 
 
 class ModuleState:
     """A module's whole ``state_dict`` with the common weights, where nothing else saves it.
+
+    If the module is in shards, this is the process's part of it.
 
     Args:
         module: the rounds' module.
@@ -688,15 +753,23 @@ class ModuleState:
 
     @property
     def common_structure(self) -> Structure:
-        return Record({name: _like(value) for name, value in self._module.state_dict().items()})
+        return Record({name: _like(value) for name, value in self._parts().items()})
+
+    def _parts(self) -> dict[str, Any]:
+        state = self._module.state_dict()
+        return {n: local_part(v) if isinstance(v, Tensor) else v for n, v in state.items()}
 
     def common_state(self) -> Tree:
         with self._rounds.weights.presented():
-            state = self._module.state_dict()
+            state = self._parts()
             return {n: v.clone() if isinstance(v, Tensor) else v for n, v in state.items()}
 
     def load_common_state(self, state: Any) -> None:
-        self._module.load_state_dict(state)
+        now = self._module.state_dict()
+        shards = {name: each for name, each in now.items() if isinstance(each, DTensor)}
+        for name, each in shards.items():
+            local_part(each).copy_(state[name])
+        self._module.load_state_dict({**state, **shards})
 
 
 def _like(value: Any) -> Structure:
@@ -758,7 +831,11 @@ def keep(
         workers.common[ROUNDS].load_common_state(state)
     for each in rounds:
         each.optimizers = optimizers
-    own = [OwnState(each, optimizers, scaler) for each in rounds]
+    alone = rounds[0].in_parts and MODULE not in workers.common
+    own = [
+        OwnState(each, optimizers, scaler, CommonState([each]) if alone else None)
+        for each in rounds
+    ]
     workers.own[ROUNDS] = own
     return own
 

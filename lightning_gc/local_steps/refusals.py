@@ -232,7 +232,6 @@ def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
             f"adamw]). For one loss per optimizer, as in a GAN, use CompressedDDPStrategy."
         )
     refuse_synchronised_norms(owner, module)
-    refuse_shards(owner, module)
     for callback in trainer.callbacks:
         names = {cls.__name__ for cls in type(callback).__mro__}
         if "ModelPruning" in names:
@@ -248,13 +247,17 @@ def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
             )
 
 
-def refuse_shards(owner: str, module: nn.Module) -> None:
-    """Raise ValueError for a parameter in shards, as FSDP2 and tensor parallelism have them."""
+def refuse_shards(owner: str, module: nn.Module, *, islands: bool) -> None:
+    """Raise ValueError for a parameter in shards, as FSDP2 and tensor parallelism have them.
+
+    ``islands``: the owner takes them as an island.
+    """
     shard = next((n for n, p in module.named_parameters() if isinstance(p, DTensor)), None)
     if shard is not None:
         raise ValueError(
             f"{owner}({type(module).__name__}(...)): {shard} is a DTensor, so no process has a "
-            f"worker's weights. Give each process the complete model."
+            f"worker's weights. Give each process the complete model"
+            + (", or shard it by fully_shard among N ranks and give island=N." if islands else ".")
         )
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_gc.exchange.peers import ShardParts, broadcast_all, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
-from lightning_gc.exchange.validation import (
-    check_agreement,
-    digest_of,
-)
+from lightning_gc.exchange.validation import check_agreement, digest_of
 from lightning_gc.exchange.verification import Verify
-from lightning_gc.exchange.workers import Shapes
+from lightning_gc.exchange.workers import Shapes, local_part, reshard
 from lightning_gc.kernels.dispatch import used_here
 from lightning_gc.sharded.fsdp_units import (
     Piece,
@@ -32,7 +30,7 @@ from lightning_gc.sharded.fsdp_units import (
     units_of,
 )
 from lightning_gc.sharded.shard_validation import Way, refuse_model, refuse_pass
-from lightning_gc.sharded.sharded_workers import ShardedWorkers
+from lightning_gc.sharded.sharded_workers import ShardedWorkers, dim_of
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 
@@ -80,45 +78,24 @@ class ShardExchange:
         common: Callable[[], Iterable[Tensor]] | None = None,
         verify: Verify = 0,
     ) -> None:
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(between)))
-
-        def synchronize() -> str:
-            self.synchronizer = Synchronizer(
-                workers,
-                device,
-                between,
-                timeout,
-                before_round=before_round,
-                common=common,
-                verify=verify,
-                purpose=(
-                    f"an exchange of gradients between replicas; their workers 0, 1, ... are the "
-                    f"ranks {ranks}"
-                ),
-                groups=columns,
-            )
-            return ""
-
-        workers.shard, workers.shards = dist.get_rank(node), dist.get_world_size(node)
         here = dist.get_process_group_ranks(node)
         on_all_ranks(partial(refuse_model, model, here, way), device)
         workers.name(model)
-        replicas = dist.get_world_size(between)
-        whole = {name: tuple(param.shape) for param, name in workers.names.items()}
-        same = workers.configuration.in_words() | {
-            "replicas and shards": repr((replicas, workers.shards)),
-            "bucket_cap_mb": repr(bucket_cap_mb),
-            "names and shapes of parameters": digest_of(whole),
-        }
-        check_agreement(same | dict(agreed), Distributed(), device)
-        sharded, plain = list[Tensor](), list[Tensor]()  # plain: ignored_params, which are frozen
-        for param in model.parameters():
-            (sharded if isinstance(param, DTensor) else plain).append(param)
-        broadcast_all(map(workers.local, sharded), between)
-        broadcast_all((*plain, *model.buffers()))
         self.parts = ShardParts(node, device)
-        on_all_ranks(synchronize, device)
-        workers.run = gather_text(workers.run, Distributed(), device)[0]
+        self.synchronizer = synchronizer_of_shards(
+            workers,
+            node,
+            between,
+            columns,
+            device,
+            "gradients between replicas",
+            agreed={"bucket_cap_mb": repr(bucket_cap_mb), **agreed},
+            timeout=timeout,
+            before_round=before_round,
+            common=common,
+            verify=verify,
+        )
+        take_over_shards(model, between)
         self.buckets = ShardBuckets(
             units_of(model),
             workers.names,
@@ -127,6 +104,68 @@ class ShardExchange:
             self.synchronizer.check,
             self.synchronizer.end_round,
         )
+
+
+def take_over_shards(model: nn.Module, between: dist.ProcessGroup) -> None:
+    """Let replicas begin with the first one's shards, and all ranks with rank 0's other tensors.
+
+    Args:
+        model: sharded over the ranks of each replica.
+        between: the group of ranks that have the same shards.
+    """
+    reshard(model)
+    sharded, plain = list[Tensor](), list[Tensor]()  # plain: ignored_params, which are frozen
+    for param in model.parameters():
+        (sharded if isinstance(param, DTensor) else plain).append(param)
+    broadcast_all(map(local_part, sharded), between)
+    broadcast_all((*plain, *model.buffers()))
+
+
+def synchronizer_of_shards(
+    workers: ShardedWorkers,
+    node: dist.ProcessGroup,
+    between: dist.ProcessGroup,
+    columns: Sequence[Sequence[int]],
+    device: torch.device,
+    what: str,
+    *,
+    agreed: Mapping[str, str],
+    **others: Any,
+) -> Synchronizer:
+    """Return what exchanges one rank's shards, after all ranks have compared their settings.
+
+    Args:
+        workers: with the parameter names of this rank; it learns which shard it has.
+        node: the group of ranks that have a replica together.
+        between: the group of ranks that have the same shards.
+        columns: global ranks of all such groups.
+        device: of the shards.
+        what: is exchanged, and between whom.
+        agreed: name -> text of settings that must be equal on all ranks.
+        others: as for ``Synchronizer``.
+
+    Raises:
+        ValueError: on all ranks, if they differ.
+    """
+    workers.shard, workers.shards = dist.get_rank(node), dist.get_world_size(node)
+    whole = {f"{n} {dim_of(p)}": tuple(p.shape) for p, n in workers.names.items()}
+    same = workers.configuration.in_words() | {
+        "replicas and shards": repr((dist.get_world_size(between), workers.shards)),
+        "names and shapes of parameters": digest_of(whole),
+    }
+    check_agreement(same | dict(agreed), Distributed(), device)
+    ranks = ", ".join(map(str, dist.get_process_group_ranks(between)))
+    purpose = f"an exchange of {what}; their workers 0, 1, ... are the ranks {ranks}"
+    made: list[Synchronizer] = []
+
+    def make() -> str:
+        parts = (workers, device, between)
+        made.append(Synchronizer(*parts, purpose=purpose, groups=columns, **others))
+        return ""
+
+    on_all_ranks(make, device)
+    workers.run = gather_text(workers.run, Distributed(), device)[0]
+    return made[0]
 
 
 MEGABYTE = 1 << 20

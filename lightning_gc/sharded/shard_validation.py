@@ -19,10 +19,11 @@ from lightning_gc.memories import Memory
 from lightning_gc.sharded import fsdp_units
 from lightning_gc.sharded.fsdp_units import Unit, fills_unused, units_of
 
-Way = Literal["HSDP", "FSDP", "attach", "gathers"]
+Way = Literal["HSDP", "FSDP", "attach", "gathers", "islands"]
 """HSDP and ``attach`` exchange shards between replicas; FSDP exchanges parts of gradients.
 
-``"gathers"`` is what FSDP refuses besides if it compresses weights.
+``"gathers"`` is what FSDP refuses besides if it compresses weights. ``"islands"`` exchange weights
+in shards, and leave gradients to FSDP2.
 """
 
 _CALL = (
@@ -32,6 +33,11 @@ _CALL = (
 _MESH = (
     'give fully_shard a mesh such as init_device_mesh("cuda", (nodes, ranks_of_a_node), '
     'mesh_dim_names=("replicate", "shard"))'
+)
+_ISLAND = (
+    "give fully_shard the mesh of the island, for the layers and at last for the whole model: "
+    'self.device_mesh["data_parallel"] with a Trainer, else init_device_mesh("cuda", (islands, N), '
+    'mesh_dim_names=("island", "shard"))["shard"]'
 )
 _DIVISOR = "set_gradient_divide_factor or set_force_sum_reduction_for_comms"
 
@@ -62,6 +68,8 @@ RULES = (
             f"uncompressed; {_CALL}",
             "FSDP": f"on a mesh of two dimensions, on which FSDP2 also averages over replicas, "
             f"uncompressed; use CompressedHSDPStrategy, or {_CALL}",
+            "islands": f"on a mesh of two dimensions, on which FSDP2 averages gradients over "
+            f"replicas in every step; {_ISLAND}",
         },
     ),
     Rule(
@@ -73,6 +81,8 @@ RULES = (
             f"would average different parameters; {_MESH}",
             "FSDP": "sharded over the ranks {unit.ranks}, but the strategy shards over {ranks}; "
             f"{_CALL}",
+            "islands": "sharded over the ranks {unit.ranks}, but its island has {ranks}, and rank "
+            f"s of each island has shard s; {_ISLAND}",
         },
     ),
     Rule(
@@ -85,11 +95,15 @@ RULES = (
     ),
     Rule(
         lambda unit, ranks: unit.offloads,
-        dict.fromkeys(
-            ("HSDP", "attach"),
-            "with a CPUOffloadPolicy, but gradients must stay on the device until they are "
-            "exchanged; use OffloadPolicy()",
-        ),
+        {
+            **dict.fromkeys(
+                ("HSDP", "attach"),
+                "with a CPUOffloadPolicy, but gradients must stay on the device until they are "
+                "exchanged; use OffloadPolicy()",
+            ),
+            "islands": "with a CPUOffloadPolicy, which has never been tried with local steps; use "
+            "OffloadPolicy()",
+        },
     ),
     Rule(
         lambda unit, ranks: unit.scattered,
@@ -164,9 +178,9 @@ def refuse_model(model: nn.Module, ranks: Sequence[int], way: Way, *more: Way) -
         more: other ways with rules.
     """
     refuse_sparse_gradients(model)
-    units = units_of(model)
+    units, call = units_of(model), _ISLAND if way == "islands" else _CALL
     if not units:
-        raise ValueError(f"has a model without FSDP2; {_CALL}.")
+        raise ValueError(f"has a model without FSDP2; {call}.")
     for unit in units:
         for rule in RULES:
             said = next((rule.sentence[each] for each in (way, *more) if each in rule.sentence), "")
@@ -179,7 +193,7 @@ def refuse_model(model: nn.Module, ranks: Sequence[int], way: Way, *more: Way) -
     if outside:
         raise ValueError(
             f"trains {', '.join(outside[:4])}{' and others' * (len(outside) > 4)} outside of all "
-            f"units of fully_shard, so their gradients would not be averaged; {_CALL}."
+            f"units of fully_shard, so their gradients would not be averaged; {call}."
         )
     most = 2 if way == "attach" else 1
     for name, param in model.named_parameters():

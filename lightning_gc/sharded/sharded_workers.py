@@ -46,15 +46,18 @@ class ShardedWorkers(Workers):
         part = dataclasses.replace(whole, compressor=compressor, seed=seed)
         return part.engine(worker, workers)
 
-    def local(self, param: Tensor) -> Tensor:
-        """Return this rank's shard."""
-        sharded: Any = param
-        part: Tensor = sharded.to_local()
-        return part
-
     def place(self) -> dict[str, int]:
         """Return which shard this rank has."""
         return {"shard": self.shard, "shards": self.shards}
+
+    def file_of(self, engine: Engine) -> int:
+        """Return the number of this rank's side file."""
+        return engine.worker * self.shards + self.shard
+
+    @property
+    def files(self) -> int:
+        """How many side files all ranks write."""
+        return self.first.workers * self.shards
 
     def regroup(self, layout: Sequence[Sequence[str]]) -> None:
         """Do nothing: buckets of shards have one layout from the first round on."""
@@ -201,11 +204,11 @@ def replica_mesh(
     """
     mesh = torch.arange(replicas * shards, device="cpu").view(replicas, shards, 1)
     of_each = (mesh.flatten(1).t(), mesh.flatten(1), mesh.view(-1, 1))
-    groups = [_own(rows.tolist(), timeout) for rows in of_each]
+    groups = [own_group(rows.tolist(), timeout) for rows in of_each]
     return DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=NAMES)
 
 
-def _own(every: Sequence[Sequence[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+def own_group(every: Sequence[Sequence[int]], timeout: timedelta | None) -> dist.ProcessGroup:
     """Return this rank's one of disjoint groups of all ranks."""
     made = [dist.new_group(list(ranks), timeout=timeout) for ranks in every]
     return next(group for group in made if isinstance(group, dist.ProcessGroup))

@@ -22,7 +22,12 @@ from lightning_gc.lightning.simulation.ddp import WorkerBuffers
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
 from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD, Unequal
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
-from lightning_gc.local_steps.refusals import check_island, refuse_elastic, refuse_in_trainer
+from lightning_gc.local_steps.refusals import (
+    check_island,
+    refuse_elastic,
+    refuse_in_trainer,
+    refuse_shards,
+)
 from lightning_gc.local_steps.roll import Entrance, Roll, Round
 from lightning_gc.local_steps.round_plan import Outer
 from lightning_gc.local_steps.simulated_clock import SimulatedClock
@@ -172,6 +177,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
 
     def _begin_fit(self, module: Any) -> None:
         refuse_in_trainer(type(self).__name__, module.trainer, module)
+        refuse_shards(type(self).__name__, module, islands=False)
         if self._scaler() is not None:
             raise ValueError(
                 f"{type(self).__name__}: every worker needs its own loss scaler, and the "

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gc import GrowingRounds, NoMemory, OuterSGD, PerParameter, TopK
+from lightning_gc import ErrorFeedback, GrowingRounds, NoMemory, OuterSGD, PerParameter, TopK
+from lightning_gc.exchange.peers import Parts
 from lightning_gc.exchange.workers import Workers, configure
 from lightning_gc.local_steps.common_weights import in_fragments
 from lightning_gc.local_steps.local_rounds import (
@@ -50,12 +51,59 @@ class Alone:
         pass
 
 
-def rounds_of(module: nn.Module, every: int | GrowingRounds, **plan: Any) -> LocalRounds:
-    workers = Workers(configure("a test", PerParameter(TopK(1.0)), NoMemory(), None, 0))
+def rounds_of(
+    module: nn.Module,
+    every: int | GrowingRounds,
+    method: tuple[Any, Any] = (PerParameter(TopK(1.0)), NoMemory()),
+    parts: Parts = Parts(),  # noqa: B008 - has no state
+    **plan: Any,
+) -> LocalRounds:
+    workers = Workers(configure("a test", *method, None, 0))
     workers.name(module)
     alone: Any = Alone(workers)
     made = dataclasses.replace(RoundPlan.of("a test", every), **plan)
-    return LocalRounds(module, workers.names, workers.first, alone, made, OuterSGD())
+    given = (module, workers.names, workers.first, alone, made, OuterSGD())
+    return LocalRounds(*given, parts=parts)
+
+
+class OtherPart(Parts):
+    """The other part of a worker, and which of the questions to it has the answer yes."""
+
+    several = True
+
+    def __init__(self, yes: int) -> None:
+        self.yes, self.asked = yes, 0
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.asked += 1
+        return tensor.double() + (self.asked == self.yes)
+
+
+@pytest.mark.parametrize("yes", [3, 4], ids=["distance", "mean"])
+def test_a_worker_in_parts_loses_a_round_in_all_of_them(yes: int) -> None:
+    """Errors are then as before, unless only the mean was not finite, which no part could know."""
+    module = nn.Linear(6, 4)
+    other = OtherPart(yes)
+    rounds = rounds_of(module, 1, (PerParameter(TopK(0.2)), ErrorFeedback()), other)
+    engine = rounds._engine
+
+    def train() -> bool:
+        with torch.no_grad():
+            module.weight.add_(torch.arange(24.0).view(4, 6))
+        return finished(rounds.stepped(ends=False))
+
+    def errors() -> list[float]:
+        kept: list[float] = engine.state_dict()["memory"]["weight"]["error"].flatten().tolist()
+        return kept
+
+    assert train()
+    common, before = module.weight.detach().clone(), errors()
+    with pytest.warns(UserWarning, match="its 1 steps are lost"):
+        assert not train()
+    assert other.asked == 4
+    assert torch.equal(module.weight, common)
+    assert (errors() == before) == (yes == 3)
+    assert train()
 
 
 def test_too_many_lost_rounds_end_the_run() -> None:
