@@ -355,10 +355,10 @@ def test_a_worker_that_was_away_when_the_run_ended_is_refused() -> None:
     assert "ended without it, after round" in refused[-1].why
 
 
-@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("restarted", ["", "with its file", "without"])
 @pytest.mark.parametrize("dies", [False, True])
 def test_workers_without_a_snapshot_of_an_ended_run_begin_no_other(
-    restarted: bool, dies: bool
+    restarted: str, dies: bool
 ) -> None:
     """They had weights of one of its rounds, and would have gone on to a second end."""
     world = World(2)
@@ -379,7 +379,7 @@ def test_workers_without_a_snapshot_of_an_ended_run_begin_no_other(
             worker.report_to(world.keeper, world.now)
             worker.left = True
     if restarted:
-        world.restart()
+        world.restart(with_file=restarted != "without")
     begun = len(world.log)
     world.go(2 * TIMEOUT + 2 * GRACE)
     assert world.workers[1].refused
@@ -504,10 +504,11 @@ AWAY = {
 }
 
 
+@pytest.mark.parametrize("with_file", [True, False])
 @pytest.mark.parametrize("name", AWAY)
-def test_a_restarted_keeper_meets_workers_that_were_away(name: str) -> None:
+def test_a_restarted_keeper_meets_workers_that_were_away(name: str, with_file: bool) -> None:
     number, hits = AWAY[name]
-    meet_faults(number, hits)
+    meet_faults(number, hits, with_file)
 
 
 @pytest.mark.nightly
@@ -517,7 +518,7 @@ def test_members_never_differ_in_a_thousand_runs(number: int, hits: Any) -> None
     meet_faults(number, hits)
 
 
-def meet_faults(number: int, hits: Any) -> None:
+def meet_faults(number: int, hits: Any, with_file: bool = True) -> None:
     world = World(number)
     world.go(4)
     for what, which, ticks in hits:
@@ -533,7 +534,7 @@ def meet_faults(number: int, hits: Any) -> None:
             chosen.report_to(world.keeper, world.now)
             chosen.left = True
         elif what == "restart":
-            world.restart()
+            world.restart(with_file)
         world.go(ticks * TICK)
     for worker in world.workers:
         worker.frozen = False
