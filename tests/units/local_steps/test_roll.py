@@ -566,7 +566,8 @@ def test_a_roll_is_saved_and_read(tmp_path: Path) -> None:
 def test_a_run_that_resumes_another_one_takes_the_place_of_its_last_rounds(tmp_path: Path) -> None:
     first = [Round(number, (0, 1), digest=f"a{number}", run="a") for number in range(4)]
     second = [Round(number, (0, 1, 2), digest=f"b{number}", run="b") for number in (2, 3)]
-    lines = [*first, Ended("a", 4), *second, second[-1]]  # the last one by two rendezvous
+    # the last one by two rendezvous
+    lines: list[Round | Ended] = [*first, Ended("a", 4), *second, second[-1]]
     path = tmp_path / "roll"
     path.write_text("".join(map(line_of, lines)) + '{"round": 4, "mem')
     assert list(Roll.read(path)) == [*first[:2], *second]
