@@ -215,7 +215,7 @@ def _with_texts(said: Any) -> Any:
 
 @dataclass(frozen=True)
 class Ended:
-    """All members of a run have left or died; ``round`` is the round that nobody has begun."""
+    """All members of a run have left or died. Nobody has begun its round ``round``."""
 
     run: str
     round: int

@@ -308,7 +308,7 @@ def test_a_new_run_does_not_wait_for_one_that_has_ended() -> None:
 
 
 def test_a_worker_that_was_away_while_another_run_began_is_refused() -> None:
-    """It would wait for members of its own run, which have left, until its patience ends."""
+    """The members of its own run have left. It would wait for them until its patience ends."""
     world = World(2)
     world.go(5)
     world.workers[0].frozen = True
