@@ -51,6 +51,12 @@ class Site:
             assert time.monotonic() < limit, f"{name} has not reached step {step}"
             time.sleep(0.005)
 
+    def until_one_has_left(self) -> None:
+        limit = time.monotonic() + LIMIT
+        while not any(each.left for each in self.rounds()):
+            assert time.monotonic() < limit, "nobody has left"
+            time.sleep(0.02)
+
     def go_on(self, name: str) -> None:
         """Let a worker go on that waits at ``Job.holds``."""
         (self.folder / f"{name}.go").touch()
@@ -116,12 +122,13 @@ def test_a_killed_worker_costs_its_error_and_the_run_is_replayed(site: Site) -> 
 
 @pytest.mark.nightly
 def test_joins_leaves_and_a_restarted_rendezvous_are_replayed(tmp_path: Path) -> None:
-    site = Site(tmp_path, steps=240, outer=0.6)
+    site = Site(tmp_path, steps=400, outer=0.6)
     site.start("a", "b")
     site.until("a", 12)
     site.start("c")
     site.until("c", 20)
     site.signal("a", signal.SIGTERM)
+    site.until_one_has_left()
     site.until("b", 100)
     site.server.close()
     left = site.ended("b", "c")
