@@ -676,8 +676,8 @@ class LocalSteps(AttachedRounds):
 
         Args:
             state: as for ``Attached``. If the number of workers has changed, each begins with the
-                mean of the weights and errors, and with worker 0's optimizer. The states of a list
-                are those of this rank's shard.
+                mean of the weights and errors, and with worker 0's optimizer. In an island a list
+                has the states of this rank's shard.
 
         Raises:
             ValueError: as for ``Attached``.

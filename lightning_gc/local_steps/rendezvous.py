@@ -185,16 +185,21 @@ class Rendezvous:
         self._written = [decided]
         if self._file is None:
             return
+        before = self._file.stat().st_size if self._file.exists() else 0
         try:
             with self._file.open("a") as file:
                 file.write(line_of(decided))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
+            with contextlib.suppress(OSError):  # else the next line would follow a half one
+                os.truncate(self._file, before)
             _log.warning(
-                "The rendezvous cannot write to %s (%s), so this round is not in the roll.",
+                "The rendezvous cannot write to %s (%s), so round %d is not in the roll. If it is "
+                "restarted now, it may not know of that round.",
                 self._file,
                 error,
+                decided.round,
             )
 
 

@@ -215,7 +215,7 @@ def _with_texts(said: Any) -> Any:
 
 @dataclass(frozen=True)
 class Ended:
-    """All members of a run have left or died. Nobody has begun its round ``round``."""
+    """A run has no members any more; its last committed round is ``round - 1``."""
 
     run: str
     round: int

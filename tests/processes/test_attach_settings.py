@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc import PowerSGD, TopK, attach
 from tests.support.fitting import ddp, fit, unwarned
 from tests.support.models import Plain, common_batches
-from tests.support.processes import run_in_processes
+from tests.support.processes import run_in_processes, said
 
 pytestmark = pytest.mark.processes
 
@@ -24,15 +24,6 @@ pytestmark = pytest.mark.processes
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-
-
-def said(act: Any, *args: Any, **options: Any) -> str:
-    """Return the class and the text of what a call raises, or nothing."""
-    try:
-        act(*args, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def other_modules(worker: int) -> dict[str, str]:

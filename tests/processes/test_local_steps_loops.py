@@ -39,7 +39,7 @@ from tests.support.accelerator import WORKERS
 from tests.support.fitting import arrays, digest, fit, unwarned
 from tests.support.local_steps import Learner, local, whole_digest
 from tests.support.models import own_batches
-from tests.support.processes import run_in_processes
+from tests.support.processes import run_in_processes, said
 
 pytestmark = pytest.mark.processes
 STEPS = 8
@@ -281,15 +281,6 @@ def handled(worker: int) -> dict[str, Any]:
     second.run(6, STEPS)  # alone: nobody hears it
     found["left"] = whole_digest(second.module) != after
     return found
-
-
-def said(act: Any, *args: Any, **options: Any) -> str:
-    """Return the class and the text of what a call raises, or nothing."""
-    try:
-        act(*args, **options)
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def test_common_weights_states_and_ends() -> None:

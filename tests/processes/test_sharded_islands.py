@@ -37,7 +37,7 @@ from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor, Loc
 from tests.support.accelerator import BACKEND, DEVICE, needs_four
 from tests.support.fitting import quiet_trainer, unwarned
 from tests.support.hsdp import RANKS, Sharded, batches, batches_of, whole
-from tests.support.processes import run_in_processes
+from tests.support.processes import run_in_processes, said
 
 pytestmark = [pytest.mark.processes, needs_four]
 ISLAND, STEPS, EVERY = 2, 8, 3
@@ -105,7 +105,8 @@ class Loop:
             seed=rank // options.get("island", ISLAND)
         )  # all begin with the first island's
         size = options.setdefault("island", ISLAND)
-        mesh = init_device_mesh(DEVICE, (RANKS // size, size), mesh_dim_names=("island", "shard"))
+        islands = dist.get_world_size() // size
+        mesh = init_device_mesh(DEVICE, (islands, size), mesh_dim_names=("island", "shard"))
         shard(self.net, mesh["shard"])
         self.optimizer = optimizer_of(self.net, adam)
         self.sent: list[dict[str, Any]] = []  # own weights before each exchange
@@ -338,15 +339,6 @@ def broken(rank: int) -> dict[str, Any]:
     return found | loop.end()
 
 
-def said(act: Any, *args: Any, **options: Any) -> str:
-    """Return the class and the text of what a call raises, or nothing."""
-    try:
-        act(*args, **options)
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
 
@@ -510,6 +502,38 @@ def of_four(rank: int) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------- refused
+
+
+def within_a_round(rank: int) -> Any:
+    """Return what a file would have, errors and shards of one of two islands."""
+    dist.init_process_group(BACKEND)
+    loop = Loop(rank, SPARSE, adam=True)
+    loop.run(0, 5)
+    file = io.BytesIO()
+    torch.save(loop.local.state_dict(), file)
+    return file.getvalue(), loop.errors(), loop.shards()
+
+
+def from_a_list(rank: int, saved: Any) -> Any:
+    """Begin as one island at the states of both."""
+    dist.init_process_group(BACKEND)
+    loop = Loop(rank, SPARSE, adam=True)
+    files = (saved[place][0] for place in (rank, rank + ISLAND))
+    loop.local.load_state_dict([torch.load(io.BytesIO(f), weights_only=True) for f in files])
+    found = loop.errors(), loop.shards()
+    loop.run(5, STEPS)
+    return found
+
+
+@pytest.mark.nightly
+def test_one_island_begins_at_the_mean_of_two() -> None:
+    saved = run_in_processes(within_a_round, RANKS)
+    for rank, found in enumerate(run_in_processes(from_a_list, ISLAND, saved)):
+        for kind, ours in enumerate(found, 1):
+            one, other = (saved[place][kind] for place in (rank, rank + ISLAND))
+            assert any((one[name] != other[name]).any() for name in ours)
+            for name, each in ours.items():
+                np.testing.assert_array_equal(each, (one[name] + other[name]) / 2)
 
 
 def refused(rank: int) -> dict[str, str]:

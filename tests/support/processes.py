@@ -63,6 +63,15 @@ def run_in_processes(
     return results
 
 
+def said(act: Any, *args: Any, **options: Any) -> str:
+    """Return the class and the text of what a call raises, or nothing."""
+    try:
+        act(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def preloaded() -> multiprocessing.context.ForkServerContext:
     """Return what makes processes that have imported torch and Lightning, and run nothing."""
     context = multiprocessing.get_context("forkserver")

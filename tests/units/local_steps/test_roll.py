@@ -308,7 +308,7 @@ def test_a_new_run_does_not_wait_for_one_that_has_ended() -> None:
 
 
 def test_a_worker_that_was_away_while_another_run_began_is_refused() -> None:
-    """The members of its own run have left. It would wait for them until its patience ends."""
+    """Otherwise it waits in vain for members of its own run."""
     world = World(2)
     world.go(5)
     world.workers[0].frozen = True
@@ -590,6 +590,26 @@ def test_a_rendezvous_continues_its_file(tmp_path: Path) -> None:
         Rendezvous(0, roll=path)
     with pytest.raises(ValueError, match="line 3, is not a round"):
         Line("127.0.0.1", 1, roll=path)
+
+
+def test_a_line_that_cannot_be_written_leaves_no_half_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "roll"
+    rendezvous = Rendezvous(0, roll=path)
+    rounds = [Round(number, (0, 1), digest=str(number), run="a") for number in range(3)]
+
+    def full(_: int) -> None:
+        raise OSError("no space left on device")
+
+    for number, record in enumerate(rounds):
+        with monkeypatch.context() as patched:
+            if number == 1:
+                patched.setattr("lightning_gc.local_steps.rendezvous.os.fsync", full)
+            rendezvous._write(record)
+    rendezvous.close()
+    assert path.read_text() == line_of(rounds[0]) + line_of(rounds[2])
+    assert "round 1 is not in the roll" in caplog.text
 
 
 @pytest.mark.parametrize("line", ["[]", "{}", '{"round": 1}', "nothing", "3"])
