@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 
 import torch
@@ -49,6 +50,9 @@ def compile_kernels(engine: Engine, device: torch.device) -> None:
 
 
 FIXES = {
+    "lightning_gc": (
+        "Versions may compress and send differently; install the same version on all workers."
+    ),
     "torch": (
         "Versions may round differently, and workers' weights would part unnoticed; install the "
         "same version on all."
@@ -81,7 +85,7 @@ def arithmetic(device: torch.device, compressor: Compressor) -> dict[str, str]:
     On CUDA this tries all Triton kernels, if that has not been done yet.
     """
     release = torch.__version__
-    same = {"torch": release, "kernels": dispatch.in_words(device)}
+    same = {"torch": release, "kernels": dispatch.in_words(device), "lightning_gc": _own_release()}
     if device.type == "cpu":
         # Builds for one GPU or another have the same code for the host; so do, for what decodes
         # elements one by one, AVX2 and AVX-512.
@@ -101,6 +105,11 @@ def device_in_words(device: torch.device) -> str:
         kind = f"compute capability {gpu.major}.{gpu.minor}"
         return f"{kind} with {gpu.multi_processor_count} multiprocessors"
     return f"{device.type} with {_vectors()}"
+
+
+def _own_release() -> str:
+    # The package imports all others for type checkers, so an import at the top would be a cycle.
+    return str(importlib.import_module("lightning_gc").__version__)
 
 
 def _vectors() -> str:

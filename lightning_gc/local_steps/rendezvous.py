@@ -1,27 +1,41 @@
-"""Rendezvous and Line: a TCPStore with the keeper of an elastic run, and a worker's line to it."""
+"""Rendezvous and Line: where the keeper of an elastic run is heard, and a worker's line to it."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
-import hmac
+import json
 import logging
 import os
 import queue
 import secrets
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from torch._C._distributed_c10d import Store, TCPStore
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
+from lightning_gc.core import TEXT, Listed, Record
+from lightning_gc.core.state_structure import INTEGER
+from lightning_gc.local_steps.channel import (
+    Guest,
+    HandshakeError,
+    Link,
+    Listener,
+    Seal,
+    calling,
+)
 from lightning_gc.local_steps.roll import (
     BEAT,
+    NEAR,
     Ended,
     Entry,
     Keeper,
@@ -36,47 +50,20 @@ from lightning_gc.local_steps.roll import (
 
 _log = logging.getLogger(__name__)
 KEPT = 4096
-"""Number of entries of the log that the store keeps."""
-_STORE = timedelta(seconds=20)
-"""How long the store may take for an answer."""
-
-
-class Seal:
-    """Signs texts with a shared secret, so that no stranger is believed.
-
-    HMAC-SHA256 over the place and the text. It hides nothing. Without a secret it finds damage.
-
-    Args:
-        secret: equal on all workers and the rendezvous.
-
-    Example:
-        >>> sealed = Seal("a secret").closed("report/0", "hello")
-        >>> Seal("a secret").opened("report/0", sealed.encode())
-        'hello'
-    """
-
-    def __init__(self, secret: str | None) -> None:
-        self._key = hashlib.sha256((secret or "").encode()).digest()
-
-    def sign(self, *parts: bytes | bytearray) -> bytes:
-        """Return 32 bytes that only those who have the secret can make."""
-        made = hmac.new(self._key, digestmod=hashlib.sha256)
-        for part in parts:
-            made.update(len(part).to_bytes(8, "big"))
-            made.update(part)
-        return made.digest()
-
-    def closed(self, place: str, text: str) -> str:
-        """Return a signed text."""
-        return self.sign(place.encode(), text.encode()).hex() + text
-
-    def opened(self, place: str, data: bytes) -> str:
-        """Return the text; ValueError if it was not signed, for this place, with the secret."""
-        sign, text = bytes(data[:64]), bytes(data[64:])
-        expected = self.sign(place.encode(), text).hex().encode()
-        if not hmac.compare_digest(sign, expected):
-            raise ValueError(f"{place} is not signed with this secret.")
-        return text.decode()
+"""Number of entries of the log that a worker can still be told."""
+SILENCE = 20.0
+"""Seconds after which a worker calls a rendezvous again that says nothing."""
+_PULSE = 5.0
+"""Seconds between two signs of life of a rendezvous."""
+_MOST = 1 << 24
+"""Most bytes of a report, an entry or an address of a group."""
+_CROWD = 680
+"""Most reports in a second that a rendezvous asks for, as long as workers stay near."""
+_NAP = 2.8e-5
+"""Seconds for each worker that a rendezvous waits between two looks, up to 14 ms."""
+_SPACES = 8
+"""Groups whose members may still be looking for each other."""
+_PLACE = "rendezvous"
 
 
 def host_and_port(address: str, owner: str) -> tuple[str, int]:
@@ -91,7 +78,11 @@ def host_and_port(address: str, owner: str) -> tuple[str, int]:
 
 
 class Rendezvous:
-    """Serves a TCPStore, and decides on rounds in a thread of this process.
+    """Hears workers, and decides on rounds, in one thread of this process.
+
+    It pushes entries of the log when they are said, and hears a report when it comes. It forgets a
+    connection when that ends. Idle it costs next to nothing: it looks at the clock so rarely that
+    this takes a hundredth of a core, and asks crowds to report less often.
 
     It may be stopped and started again: the file and the members' reports hold all that it needs to
     know.
@@ -112,29 +103,36 @@ class Rendezvous:
     """
 
     def __init__(self, port: int, secret: str | None = None, roll: Path | None = None) -> None:
-        self._seal, self._file = Seal(secret), roll
-        self._store = TCPStore(
-            "0.0.0.0", port, is_master=True, wait_for_workers=False, timeout=_STORE
-        )
-        self.port = int(self._store.port)
-        self._term, self._said = secrets.token_hex(4), 0
+        self._file = roll
+        try:
+            self._listener = Listener((port,), Seal(secret), _MOST, _PLACE)
+        except OSError as error:
+            raise RuntimeError(f"Port {port} cannot be used ({error}). Give another one.") from (
+                error
+            )
+        self.port = self._listener.port
+        self._term, self._said = secrets.token_hex(4), deque[str](maxlen=KEPT)
+        self._oldest = 0  # number of the oldest entry that is kept
         self._written: list[Round | Ended] = []  # the last one counts
         self._ended = threading.Event()
-        self._strangers = 0
-        keeper = Keeper(time.monotonic(), file=self._lines_of_file())
+        self._meetings = Meetings()
+        try:
+            keeper = Keeper(time.monotonic(), file=self._lines_of_file())
+        except ValueError:
+            self._listener.close()
+            raise
         self._thread = threading.Thread(
             target=self._keep, args=(keeper,), name="rendezvous", daemon=True
         )
-        self._store.set("head", self._seal.closed("head", f"{self._term} 0"))
         self._thread.start()
-        atexit.register(self.close)  # a thread in torch's store would abort the process
+        atexit.register(self.close)
 
     def close(self) -> None:
-        """Stop the keeper and the store; again does nothing."""
+        """Stop the keeper, and hang up; again does nothing."""
         atexit.unregister(self.close)
         self._ended.set()
+        self._listener.wake()
         self._thread.join()
-        self.__dict__.pop("_store", None)
 
     def _lines_of_file(self) -> list[Round | Ended]:
         if self._file is None or not self._file.exists():
@@ -147,38 +145,92 @@ class Rendezvous:
         return self._written
 
     def _keep(self, keeper: Keeper) -> None:
-        known: dict[str, bytes] = {}
-        while not self._ended.wait(0.005):
-            for slot in range(self._store.add("slots", 0)):
-                place = f"report/{slot}"
-                if place not in known and not self._store.check([place]):
-                    continue
-                data = self._store.get(place)
-                if known.get(place) != data:
-                    known[place] = data
-                    self._hear(keeper, place, data)
-            for entry in keeper.tick(time.monotonic()):
-                self._say(entry)
+        due = rest = pulse = 0.0
+        while not self._ended.is_set():
+            heard = self._listener.wait(min(due, pulse))
+            now, began = time.monotonic(), time.thread_time()
+            for guest, message in heard:
+                if message:
+                    self._hear(keeper, guest, message, now)
+                    due = min(due, rest)
+                elif isinstance(guest.note, _Worker):
+                    keeper.hear_again(guest.note.token, now)
+            if now >= due:
+                said = keeper.tick(now)
+                for entry in said:
+                    self._say(entry)
+                took = time.thread_time() - began
+                rest = now + took
+                due = now if said else now + min(max(0.02, 400 * took), NEAR / 2)
+            if now >= pulse:
+                pulse = now + _PULSE
+                self._tell(self._listener.guests, pace=self._pace())
+            # Reports of a crowd are read together: a wake-up costs more than ten of them.
+            self._ended.wait(min(len(self._listener.guests) * _NAP, 0.014))
+        self._listener.close()
 
-    def _hear(self, keeper: Keeper, place: str, data: bytes) -> None:
+    def _pace(self) -> float:
+        """Return the seconds between two reports that workers are asked for."""
+        return min(max(BEAT, len(self._listener.guests) / _CROWD), NEAR / 2)
+
+    def _tell(self, guests: Iterable[Guest], **message: Any) -> None:
+        data = json.dumps(message).encode()
+        for guest in [*guests]:
+            if isinstance(guest.note, _Worker):
+                self._listener.send(guest, data)
+
+    def _hear(self, keeper: Keeper, guest: Guest, message: bytearray, now: float) -> None:
+        """Take a message of a worker: a report, or a question."""
         try:
-            keeper.hear(Report.read(self._seal.opened(place, data)), time.monotonic())
+            match guest.note, json.loads(message):
+                case _Worker(), {"report": str(text)}:
+                    report = Report.read(text)
+                    guest.note.token = report.token
+                    keeper.hear(report, now)
+                case None, {"term": str(term), "cursor": int(cursor)}:
+                    guest.note = _Worker()
+                    self._catch_up(guest, term, cursor)
+                case None, {"do": _} as asked:
+                    self._meet(guest, asked)
+                case _, other:
+                    raise ValueError(f"{str(other)[:60]} is not a message of a worker.")
         except (ValueError, TypeError) as error:
-            self._strangers += 1
-            if self._strangers in (1, 10, 100, 1000):
-                _log.warning("The rendezvous has ignored a report: %s", error)
+            self._listener.note("ignored", f"ignored a message: {error}")
+            if isinstance(guest.note, _Worker):
+                self._tell([guest], trouble=f"the rendezvous has ignored a report: {error}")
+            else:
+                self._listener.drop(guest)
+
+    def _catch_up(self, guest: Guest, term: str, cursor: int) -> None:
+        """Let a worker go on in the same log, or begin in a new one."""
+        end = self._oldest + len(self._said)
+        if term != self._term:
+            # A restarted keeper speaks to those who were there before.
+            cursor = 0 if term else end
+        at = min(max(cursor, self._oldest), end)
+        self._tell([guest], term=self._term, at=at, pace=self._pace())
+        for text in [*self._said][at - self._oldest :]:
+            self._tell([guest], entry=text)
+
+    def _meet(self, guest: Guest, asked: Any) -> None:
+        """Answer a ``MeetingStore``, or note what it waits for."""
+        answer = self._meetings.answer(asked)
+        guest.note = asked if answer is None else None
+        if answer is not None:
+            self._listener.send(guest, json.dumps(answer).encode())
+            waiting = [g for g in self._listener.guests if isinstance(g.note, dict)]
+            for other in waiting if asked["do"] in ("set", "add", "swap") else ():
+                if other.note["in"] == asked["in"]:
+                    self._meet(other, other.note)
 
     def _say(self, entry: Entry) -> None:
         decided = entry.record if isinstance(entry, Verdict) else entry
         if isinstance(decided, Round | Ended) and decided not in self._written[-1:]:
             self._write(decided)
         _log.info("%s", entry)
-        place = f"log/{self._term}/{self._said}"
-        self._store.set(place, self._seal.closed(place, in_words(entry)))
-        self._said += 1
-        self._store.set("head", self._seal.closed("head", f"{self._term} {self._said}"))
-        if self._said > KEPT:
-            self._store.delete_key(f"log/{self._term}/{self._said - KEPT}")
+        self._oldest += len(self._said) == KEPT
+        self._said.append(in_words(entry))
+        self._tell(self._listener.guests, entry=self._said[-1])
 
     def _write(self, decided: Round | Ended) -> None:
         """Add a line to the file. Members are told afterwards, so a restart knows what they do."""
@@ -203,6 +255,116 @@ class Rendezvous:
             )
 
 
+_ASKED = Record(
+    {"do": TEXT, "in": TEXT, "keys": Listed(TEXT)}, {"values": Listed(TEXT), "number": INTEGER}
+)
+
+
+class Meetings:
+    """Keeps keys and values by which members of a group find each other, for the last groups.
+
+    Example:
+        >>> meetings = Meetings()
+        >>> meetings.answer({"do": "get", "in": "group", "keys": ["a"]})
+        >>> meetings.answer({"do": "set", "in": "group", "keys": ["a"], "values": ["00ff"]})
+        []
+        >>> meetings.answer({"do": "get", "in": "group", "keys": ["a"]})
+        ['00ff']
+    """
+
+    def __init__(self) -> None:
+        self._spaces: dict[str, dict[str, str]] = {}
+
+    def answer(self, asked: Any) -> list[Any] | None:
+        """Return the answer to a question; None if it waits for a key that nobody has set."""
+        _ASKED.check(asked, "question")
+        if not asked["keys"]:
+            raise ValueError("a question without keys")
+        space = self._spaces.setdefault(asked["in"], {})
+        if len(self._spaces) > _SPACES:
+            del self._spaces[next(iter(self._spaces))]
+        keys = asked["keys"]
+        match asked:
+            case {"do": "get"}:
+                return [space[key] for key in keys] if all(key in space for key in keys) else None
+            case {"do": "check"}:
+                return [key in space for key in keys]
+            case {"do": "set", "values": values}:
+                space.update(zip(keys, values, strict=True))
+                return []
+            case {"do": "add", "number": number}:
+                total = int(bytes.fromhex(space.get(keys[0], "30"))) + number
+                space[keys[0]] = str(total).encode().hex()
+                return [total]
+            case {"do": "swap", "values": [expected, wanted]}:
+                if space.get(keys[0], "") == expected:
+                    space[keys[0]] = wanted
+                return [space.get(keys[0], expected)]
+            case {"do": "drop"}:
+                return [space.pop(keys[0], None) is not None]
+        raise ValueError(f"{str(asked)[:60]} is not a question of a group.")
+
+
+class MeetingStore(Store):
+    """A store of torch by which the members of a group find each other, at the rendezvous.
+
+    Args:
+        link: to the rendezvous, for this store alone.
+        group: name of the group.
+        timeout: seconds that a key is waited for.
+
+    Raises:
+        DistStoreError: from a method: the rendezvous is gone, or nobody has set a key in time.
+    """
+
+    def __init__(self, link: Link, group: str, timeout: float) -> None:
+        super().__init__()
+        self._link, self._group, self._timeout = link, group, timeout
+        self._lock = threading.Lock()  # NCCL's threads ask, too
+
+    def close(self) -> None:
+        """Hang up."""
+        self._link.link.close()
+
+    def set(self, key: str, value: Any) -> None:
+        self._ask("set", [key], values=[bytes(value).hex()])
+
+    def get(self, key: str) -> bytes:
+        return bytes.fromhex(self._ask("get", [key])[0])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        self._ask("get", keys, max(0.001, seconds))
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._ask("check", keys))
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._ask("add", [key], number=number)[0])
+
+    def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
+        values = [bytes(each).hex() for each in (expected, wanted)]
+        return bytes.fromhex(self._ask("swap", [key], values=values)[0])
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("drop", [key])[0])
+
+    def _ask(self, do: str, keys: list[str], seconds: float = 0.0, **more: Any) -> list[Any]:
+        question = {"do": do, "in": self._group, "keys": list(keys), **more}
+        with self._lock:
+            try:
+                self._link.link.settimeout(seconds or self._timeout)
+                self._link.send(json.dumps(question).encode())
+                answer: list[Any] = json.loads(self._link.receive())
+            except (OSError, ValueError) as error:
+                self.close()  # an answer that came later would be taken for another one's
+                raise dist.DistStoreError(
+                    f"The rendezvous has not answered the group {self._group}, about "
+                    f"{', '.join(keys)}: {error}"
+                ) from error
+        return answer
+
+
 class Line:
     """Sends a worker's reports to the keeper, and brings the entries of its log.
 
@@ -214,6 +376,9 @@ class Line:
         host, port: of the rendezvous.
         secret: that all share.
         roll: file of the roll, if this process serves the rendezvous.
+
+    Attributes:
+        trouble: why the rendezvous is not there, or does not listen; empty if it does.
 
     Raises:
         ValueError: a line of the file is not a round.
@@ -230,10 +395,12 @@ class Line:
         self._sent: Report | None = None
         self._beat = 0
         self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-        self._awaited = threading.Event()  # the training thread waits
         self._closed = threading.Event()
-        self._term, self._cursor = "", 0
+        self._term, self._cursor, self._pace = "", 0, BEAT
         self._serving: Rendezvous | None = None
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
         self.trouble = f"nobody answers at {host}:{port}"
         self._thread = threading.Thread(target=self._work, name="elastic", daemon=True)
         self._thread.start()
@@ -242,20 +409,34 @@ class Line:
     def say(self, report: Report) -> None:
         """Send this report from now on."""
         self._report = report
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: the thread is being woken
+            self._waker.send(b"\0")
 
     def next(self, seconds: float) -> Entry | None:
         """Return the next entry; None if none has come in this time."""
-        self._awaited.set()
-        try:
+        with contextlib.suppress(queue.Empty):
             return self._entries.get(timeout=seconds)
-        except queue.Empty:
-            return None
-        finally:
-            self._awaited.clear()
+        return None
 
-    def store(self, timeout: timedelta) -> Store:
-        """Return a new connection to the store; RuntimeError if nobody answers."""
-        return TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+    @contextlib.contextmanager
+    def store(self, group: str, timeout: float) -> Iterator[MeetingStore]:
+        """Yield a store in which the members of a group find each other.
+
+        Raises:
+            DistStoreError: the rendezvous is gone.
+        """
+        try:
+            with self._calling(timeout) as link:
+                yield MeetingStore(link, group, timeout)
+        except OSError as error:
+            raise dist.DistStoreError(str(error)) from error
+
+    def _calling(self, timeout: float) -> contextlib.AbstractContextManager[Link]:
+        name = f"the rendezvous at {self.host}:{self.port}"
+        return calling((self.host, self.port), self._seal, _PLACE, _MOST, timeout, name)
 
     def close(self, wait: float = 2.0) -> None:
         """Send the last report, and hang up. A rendezvous of this process ends, too.
@@ -270,6 +451,7 @@ class Line:
         if self._serving is not None:
             time.sleep(0.5)  # others read what has been decided last
         self._closed.set()
+        self._wake()
         self._thread.join(wait)
         if self._serving is not None:
             self._serving.close()
@@ -278,11 +460,14 @@ class Line:
         while not self._closed.is_set():
             try:
                 self._serve_if_nobody_does()
-                store = self.store(_STORE)
-                self._talk(store, store.add("slots", 1) - 1)
-            except (RuntimeError, OSError, ValueError) as error:
-                self.trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
-                self._closed.wait(0.2)
+                with self._calling(SILENCE) as link:
+                    self._talk(link)
+            except (OSError, ValueError) as error:
+                where = f"{self.host}:{self.port}"
+                self.trouble = str(error) if where in str(error) else f"{where}: {error}"
+                self._closed.wait(1.0 if isinstance(error, HandshakeError) else 0.2)
+        for each in (self._waker, self._woken):
+            each.close()
 
     def _serve_if_nobody_does(self) -> None:
         try:
@@ -290,46 +475,55 @@ class Line:
         except OSError as error:
             self.trouble = f"nobody answers at {self.host}:{self.port} ({error})"
             if not _is_here(self.host):
-                raise
+                raise ConnectionError(self.trouble) from error
             # Another process of this machine may be quicker, and then this one connects to it.
             with contextlib.suppress(RuntimeError):
                 self._serving = Rendezvous(self.port, self._secret, self._roll)
 
-    def _talk(self, store: Store, slot: int) -> None:
-        """Send and receive until the store is gone."""
-        place, due = f"report/{slot}", 0.0
-        self._catch_up(store)
-        self.trouble = ""
-        while not self._closed.is_set():
-            report, now = self._report, time.monotonic()
-            if report is not None and (report is not self._sent or now >= due):
-                self._beat += 1
-                text = replace(report, beat=self._beat).in_words()
-                store.set(place, self._seal.closed(place, text))
-                self._sent, due = report, now + BEAT
-            self._receive(store)
-            self._awaited.wait(0.02)
-            self._closed.wait(0.004)
+    def _talk(self, link: Link) -> None:
+        """Send and receive until the rendezvous is gone."""
+        link.send(json.dumps({"term": self._term, "cursor": self._cursor}).encode())
+        sent, due, silent = None, 0.0, time.monotonic() + SILENCE
+        with selectors.DefaultSelector() as selector:
+            for each in (link.link, self._woken):
+                selector.register(each, selectors.EVENT_READ)
+            while not self._closed.is_set():
+                report, now = self._report, time.monotonic()
+                if report is not None and (report is not sent or now >= due):
+                    link.send(b"" if report is sent else self._in_words(report))
+                    self._sent = sent = report
+                    due = now + self._pace
+                ready = selector.select(0.0 if link.channel.heard else max(0.0, due - now))
+                for key, _ in ready:
+                    if key.fileobj is link.link:
+                        link.read()
+                        silent = now + SILENCE
+                    else:
+                        self._woken.recv(4096)
+                for message in link.channel.messages():
+                    self._take(json.loads(message))
+                if now > silent:
+                    raise TimeoutError(f"it has said nothing for {SILENCE:g} s")
+            link.hang_up()
 
-    def _catch_up(self, store: Store) -> None:
-        """Go on in the same log, or begin in a new one."""
-        term, _, said = self._seal.opened("head", store.get("head")).partition(" ")
-        oldest = max(0, int(said) - KEPT + 1)
-        if term != self._term:
-            # A restarted keeper speaks to those who were there before.
-            self._cursor = 0 if self._term else int(said)
-        self._term, self._cursor = term, max(self._cursor, oldest)
+    def _in_words(self, report: Report) -> bytes:
+        self._beat += 1
+        return json.dumps({"report": replace(report, beat=self._beat).in_words()}).encode()
 
-    def _receive(self, store: Store) -> None:
-        while True:
-            place = f"log/{self._term}/{self._cursor}"
-            if not store.check([place]):
-                return
-            try:
-                self._entries.put(entry_of(self._seal.opened(place, store.get(place))))
-            except ValueError as error:
-                _log.warning("An entry of the rendezvous is ignored: %s", error)
-            self._cursor += 1
+    def _take(self, message: Any) -> None:
+        """Take a message of the rendezvous."""
+        match message:
+            case {"term": str(term), "at": int(at), "pace": float(pace)}:
+                self._term, self._cursor, self._pace, self.trouble = term, at, pace, ""
+            case {"pace": float(pace)}:
+                self._pace = pace
+            case {"trouble": str(why)}:
+                self.trouble = why
+            case {"entry": str(text)}:
+                self._cursor += 1
+                self._entries.put(entry_of(text))
+            case other:
+                raise ValueError(f"{str(other)[:60]} is not a message of a rendezvous")
 
 
 def _is_here(host: str) -> bool:
@@ -349,6 +543,13 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(there)
         return str(probe.getsockname()[0])
+
+
+@dataclass
+class _Worker:
+    """The line of a worker, at the rendezvous."""
+
+    token: str = ""
 
 
 def serve(

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.processes
 CPU = torch.device("cpu")
 CASES: tuple[tuple[Compressor, str], ...] = (
     (TopK(0.1), "torch"),
+    (TopK(0.1), "lightning_gc"),
     (TopK(0.1), "kernels"),
     (TopK(0.1), "device"),
     (RandomK(0.1), "device"),
@@ -42,6 +43,8 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if worker == 1 and differs == "torch":
             patch.setattr(torch, "__version__", "2.6.0")
+        if worker == 1 and differs == "lightning_gc":
+            patch.setattr(kernel_compilation, "_own_release", lambda: "0.1.0")
         if worker == 1 and differs == "build":  # for one GPU or another, which nobody uses
             patch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+cu126")
         if worker == 1 and differs == "vectors":
@@ -66,9 +69,10 @@ def test_a_difference_is_harmless_or_refused() -> None:
     """On all workers alike, with what to do; who treats elements one by one may differ."""
     both = run_in_processes(start, 2)
     assert both[0] == both[1]
-    torches, kernels, topk, randomk, powersgd, atomo, build, vectors, *numba = both[0]
+    torches, own, kernels, topk, randomk, powersgd, atomo, build, vectors, *numba = both[0]
     assert "Worker 1 has torch=2.6.0, but worker 0 has torch=" in torches
     assert "install the same version" in torches
+    assert "Worker 1 has lightning_gc=0.1.0, but worker 0 has lightning_gc=" in own
     assert "Worker 1 has kernels=Triton 3.2.0, but worker 0 has kernels=torch." in kernels
     assert (topk, randomk, build) == ("", "", "")
     assert "Worker 1 has vector instructions=NEON, but worker 0 has vector" in vectors
