@@ -56,7 +56,7 @@ class Synchronizer:
         interleaves with DDP's collectives.
 
     Attributes:
-        exchanged: whether a first bucket has been submitted.
+        rounds: that have ended here.
 
     Raises:
         ValueError: a device that is neither ``cpu`` nor ``cuda``; on all workers, if their
@@ -111,7 +111,7 @@ class Synchronizer:
         self._background = Background(self._recording, device, waits=waits or not queues)
         self._left = False
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
-        self.exchanged = False
+        self.rounds = 0
         self._compared: torch.futures.Future[Tensor] | None = None  # of the last verified round
 
     def _meet(
@@ -166,7 +166,6 @@ class Synchronizer:
         self._background.check()
         if not self._round:
             self._before_round()
-            self.exchanged = True
         self._round.append(tuple(shapes))
         workers = self.workers
         if workers.regrouping is not None:
@@ -211,6 +210,7 @@ class Synchronizer:
             self._compared = self._background.submit(comparison, torch.empty(0, device="cpu"))
         workers.end_round(self._round)
         self._round = []
+        self.rounds += 1
 
     def check(self) -> None:
         """Raise an exception of the background thread, if any.

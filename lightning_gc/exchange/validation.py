@@ -89,20 +89,68 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
             )
 
 
-def refuse_second_hook(ddp: DistributedDataParallel) -> None:
-    """Raise RuntimeError if a module has a communication hook: DDP allows one.
+def refuse_second_hook(ddp: DistributedDataParallel, *, closed: bool | None) -> None:
+    """Raise RuntimeError if a module has a communication hook: DDP allows one, and keeps it.
 
     ``_apply_optimizer_in_backward`` and ``mixed_precision`` make DDP register one as well.
     ``_comm_hooks`` would not do: a copied module has the list of the original, but no hook.
+
+    Args:
+        ddp: the module.
+        closed: whether the handle of our hook is closed, so that the hook can be used again; None:
+            it has no hook of ours.
     """
     hook = ddp._get_ddp_logging_data().get("comm_hook")
-    if hook:
+    if closed is False:
+        raise RuntimeError(
+            "attach was called on this DistributedDataParallel module before, and that handle is "
+            "open. Call handle.close(), and then attach again."
+        )
+    if hook and closed is None:
         raise RuntimeError(
             f"This DistributedDataParallel module already has the communication hook {hook}, and "
             f"DDP allows one. Wrap the model again and register no other hook. An optimizer that "
             f"steps within the backward pass registers one, and so does DDP's mixed_precision: use "
             f"torch.autocast instead."
         )
+
+
+def refuse_steps_within_backward(ddp: DistributedDataParallel) -> None:
+    """Raise RuntimeError for torch's optimizers in the backward pass: they register DDP's hook.
+
+    DDP does so in its first forward pass.
+    """
+    if getattr(ddp, "_lazy_init_ran", False):
+        return
+    for name, param in ddp.module.named_parameters():
+        if hasattr(param, "_in_backward_optimizers"):
+            raise RuntimeError(
+                f"{name} has an optimizer that steps within the backward pass, by "
+                f"_apply_optimizer_in_backward, for which DDP registers its only communication "
+                f"hook. Make one optimizer, and call step() after loss.backward()."
+            )
+
+
+def refuse_own_gradients(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], fix: str
+) -> None:
+    """Raise RuntimeError if an optimizer would step on gradients that were not exchanged.
+
+    Gradients of zeros pass: torch makes a step with them to create an optimizer's state.
+
+    Args:
+        optimizer: its step comes next, and nothing was exchanged since the last one.
+        names: parameter -> name, of those whose gradients should have been exchanged.
+        fix: what to do.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and param in names and bool(param.grad.any()):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step was called, but no gradient has been "
+                    f"exchanged since its last step, such as that of {names[param]}, so workers "
+                    f"would drift apart. {fix}."
+                )
 
 
 def refuse_complex_parameters(names: Mapping[Tensor, str], compressor: Compressor) -> None:

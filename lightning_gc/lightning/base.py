@@ -235,6 +235,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
             self._more_workers,
             self._common_weights if share else None,
             self.control_loop,
+            "In manual optimization, call self.manual_backward(loss) instead of loss.backward()",
         )
         self._attached = make(setup)
         self.control_loop = self._attached.control

@@ -71,8 +71,9 @@ class CompressedDDP(RealWorker):
             embedding gradients, or workers that differ: in configuration, in versions of torch or
             Triton, or, with a low-rank method, in the model of their devices.
         RuntimeError: in a backward pass, a parameter that was unfrozen, added or replaced after the
-            fit began, as by ``BaseFinetuning``; DDP would not exchange its gradient. In an
-            optimizer's step, ``loss.backward()`` instead of ``self.manual_backward(loss)``.
+            fit began, as by ``BaseFinetuning``; DDP would not exchange its gradient. Before an
+            optimizer's step, gradients that have not been exchanged, as after ``loss.backward()``
+            instead of ``self.manual_backward(loss)``.
 
     Warns:
         UserWarning: one worker: gradients are compressed, but nothing is sent.
@@ -128,21 +129,3 @@ class CompressedDDP(RealWorker):
                 "static_graph=True with manual optimization does not synchronise the first step in "
                 "this version of Lightning; use Lightning 2.6 or later, or static_graph=False."
             )
-
-    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step; raise RuntimeError for gradients of a fit in which nothing has been exchanged.
-
-        In manual optimization Lightning lets DDP exchange them in ``manual_backward`` only.
-        """
-        stepped = super().optimizer_step(optimizer, *args, **kwargs)
-        attached = self._attached
-        exchanged = not isinstance(attached, AttachedDDP) or attached.has_exchanged
-        given = [param for group in optimizer.param_groups for param in group["params"]]
-        trained = any(param.grad is not None and param in self.names for param in given)
-        if not exchanged and self.workers > 1 and trained:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step was called, but no gradient has been exchanged "
-                f"in this fit, so workers drift apart. In manual optimization, call "
-                f"self.manual_backward(loss) instead of loss.backward()."
-            )
-        return stepped

@@ -157,6 +157,8 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
             scaler=getattr(self.precision, "scaler", None),
             timeout=self._timeout,
             verify=self.verify,
+            bypassed="Call the module that fabric.setup returned, not the one it was given, and "
+            "step after a backward pass outside of fabric.no_backward_sync",
         )
         self._attached[module] = AttachedDDP(ddp, setup).watch()
         return ddp

@@ -1,9 +1,11 @@
 """What LocalStepsStrategy refuses when it is made, what it warns of, and its names."""
 
+import inspect
 from typing import Any
 
 import pytest
 from pytorch_lightning.strategies import StrategyRegistry
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import (
     QSGD,
@@ -16,7 +18,8 @@ from lightning_gc import (
     TopK,
 )
 from lightning_gc.controllers import TotalErrorBudget
-from lightning_gc.lightning.for_pytorch_lightning import LocalStepsStrategy
+from lightning_gc.lightning.fabric_for_pytorch_lightning import CompressedFabricStrategy
+from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy, LocalStepsStrategy
 from lightning_gc.lightning.local_steps import warn_of_few_rounds
 from lightning_gc.memories import MomentumCorrection
 
@@ -58,6 +61,21 @@ from lightning_gc.memories import MomentumCorrection
 def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         LocalStepsStrategy(**{"compressor": TopK(0.1)} | arguments)
+
+
+@pytest.mark.parametrize("name", ["broadcast_buffers", "forward_sync_buffers"])
+def test_how_ddp_shares_buffers_is_for_strategies_with_ddp(name: str) -> None:
+    """The second name is torch's from 2.13 on; an older one does not know it."""
+    given: dict[str, Any] = {name: False}
+    known = name in inspect.signature(DistributedDataParallel.__init__).parameters
+    for strategy in (CompressedDDPStrategy, CompressedFabricStrategy):
+        if known:
+            assert strategy(TopK(0.1), **given)._ddp_kwargs == given
+        else:
+            with pytest.raises(ValueError, match="unknown argument"):
+                strategy(TopK(0.1), **given)
+    with pytest.raises(ValueError, match=r"is for DistributedDataParallel|unknown argument"):
+        LocalStepsStrategy(TopK(0.1), **given)
 
 
 def test_names() -> None:
