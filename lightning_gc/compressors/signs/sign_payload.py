@@ -52,7 +52,9 @@ class JointSigns(JointCodec):
     """Encode and decode all parts of a bucket at once, in kernels where there are some."""
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return scheme is not None and scheme.joint(bucket.workers) != "no" and fused(buffer, "signs")
+        return (
+            scheme is not None and scheme.joint(bucket.workers) != "no" and fused(buffer, "signs")
+        )
 
     def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
         kernels = self._kernels(buffer, bucket.workers)
