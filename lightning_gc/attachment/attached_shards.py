@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gc.attachment.attached import Attached, Setup, peers_of
-from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
+from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.peers import on_all_ranks
 from lightning_gc.exchange.validation import (
     check_agreement,
@@ -158,7 +158,6 @@ class AttachedScatters(Attached):
             if weights.differences:
                 workers.own[_COPIES] = [self._gathers]
         workers.start(accounts, revocable=False)
-        compile_kernels(workers.first, device)
         workers.run = gather_text(workers.run, Distributed(), device)[0]
         self._scatters = UnitScatters(units, workers, transport, recording, setup.prepare_round)
         super().__init__(model, setup, peers_of(device, group, None))
@@ -208,5 +207,5 @@ def _agreed(setup: Setup, units: Sequence[Unit], weights: WeightSettings | None)
         "verify": repr(setup.verify),
         "weights": repr(weights),
         **setup.agreed,
-        **arithmetic(setup.device, configuration.compressor),
+        **compile_kernels(configuration, setup.device),
     }

@@ -485,9 +485,10 @@ class Codec(Compressor):
         yield from scheme.flow(self, bucket, buffer, out)
 
 
-def absorbed(bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-    """Return whether kernels of whole buckets can be used: on a GPU, without shards."""
-    return scheme is not None and scheme.joint(bucket.workers) == "parts" and fused(buffer)
+def absorbed(bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None, family: str) -> bool:
+    """Return whether a family's kernels of whole buckets can be used: on a GPU, without shards."""
+    parts = scheme is not None and scheme.joint(bucket.workers) == "parts"
+    return parts and fused(buffer, family)
 
 
 class ShardKernels(Protocol):

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_gc.core import Flow
-from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
+from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.validation import check_agreement, digest_of, refuse_unknown_device
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import Shapes, Workers
@@ -129,14 +129,13 @@ class Synchronizer:
         transport = Distributed(self._group, purpose, per_node)
         same = configuration.in_words() | {"verify": repr(verify)} | agreed
         same["names and shapes of parameters"] = digest_of(workers.shapes)
-        same |= arithmetic(device, configuration.compressor)
+        same |= compile_kernels(configuration, device)
         check_agreement(same, transport, device)
         self._verification = verification(verify, type(self).__name__)
         self._compares = bool(verify) and self._island.size > 1
         shared = self._island.over(transport)
         self._recording = Recording(self._verification.transport(shared))
         workers.start([self._recording], revocable=revocable)
-        compile_kernels(workers.first, device)
         workers.run, hosts = _acquainted(workers.run, shared, device)
         scheme = configuration.scheme
         misplaced = None if scheme is None else scheme.misplaced(hosts)

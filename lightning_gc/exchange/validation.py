@@ -19,7 +19,6 @@ from torch.nn.parallel.distributed import _DDPSink
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
-from lightning_gc.exchange.kernel_compilation import FIXES
 from lightning_gc.memories import Memory
 from lightning_gc.transports.distributed import Distributed, gather_text
 
@@ -228,6 +227,36 @@ def _ends_first_pass_synchronised() -> bool:
         (out,) = _DDPSink.apply(lambda: stub, leaf * 1)
         out.sum().backward()
     return bool(ended)
+
+
+FIXES = {
+    "lightning_gc": (
+        "Versions may compress and send differently; install the same version on all workers."
+    ),
+    "torch": (
+        "Versions may round differently, and workers' weights would part unnoticed; install the "
+        "same version on all."
+    ),
+    "kernels": (
+        "They may differ in the last bit, and workers' weights would part unnoticed; a worker "
+        "without Triton's kernels has no triton, or has warned why. Install triton on all, or on "
+        "none."
+    ),
+    "vector instructions": (
+        "With and without fused multiply-add results differ in the last bit, and workers' weights "
+        "would part unnoticed; unset ATEN_CPU_CAPABILITY, or use machines of one kind."
+    ),
+    "device": (
+        "This method decodes by matrix products, whose last bits differ between devices, so "
+        "workers' weights would part unnoticed. Use devices of one model, or a method that treats "
+        "elements one by one, such as TopK or QSGD."
+    ),
+    "numba": (
+        "This method decodes by matrix products, whose last bits differ with and without numba, so "
+        "workers' weights would part unnoticed. Install numba on all workers, or on none."
+    ),
+}
+"""Name -> why a difference is refused, and what to do."""
 
 
 def check_agreement(

@@ -30,7 +30,7 @@ from lightning_gc.core.pytree import Tree, each_tensor
 from lightning_gc.core.settings import Settings
 from lightning_gc.core.state_structure import ERRORS
 from lightning_gc.engine.error_buffers import to_host
-from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
+from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.exchange.validation import digest_of, refuse_unknown_device
 from lightning_gc.exchange.workers import Shapes, Workers
@@ -227,7 +227,6 @@ class ElasticExchange:
         self.elastic, self._workers, self._device = elastic, workers, device
         self._recording = Recording(self.island.over(Seat()))
         workers.start([self._recording], revocable=True)
-        compile_kernels(workers.first, device)
         self._seal = Seal(elastic.secret)
         self._still = threading.Lock()  # held while the common weights change
         self._changing = False  # whether the training thread holds it
@@ -248,7 +247,7 @@ class ElasticExchange:
         self._most = 16 * held + (1 << 24)
         same = workers.configuration.in_words() | dict(agreed)
         same["names and shapes of parameters"] = digest_of(workers.shapes)
-        same |= arithmetic(device, workers.configuration.compressor)
+        same |= compile_kernels(workers.configuration, device)
         if size > 1:
             same["island"] = str(size)
         settings = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
