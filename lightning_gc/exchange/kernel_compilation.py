@@ -7,6 +7,7 @@ import logging
 import torch
 
 from lightning_gc.compressors import Compressor
+from lightning_gc.core.message import FORMAT
 from lightning_gc.engine import Engine
 from lightning_gc.kernels import dispatch
 from lightning_gc.transports.simulated import Simulated
@@ -49,6 +50,10 @@ def compile_kernels(engine: Engine, device: torch.device) -> None:
 
 
 FIXES = {
+    "wire format": (
+        "They would expect messages of other sizes; install the same version of lightning_gc on "
+        "all."
+    ),
     "torch": (
         "Versions may round differently, and workers' weights would part unnoticed; install the "
         "same version on all."
@@ -81,7 +86,7 @@ def arithmetic(device: torch.device, compressor: Compressor) -> dict[str, str]:
     On CUDA this tries all Triton kernels, if that has not been done yet.
     """
     release = torch.__version__
-    same = {"torch": release, "kernels": dispatch.in_words(device)}
+    same = {"wire format": str(FORMAT), "torch": release, "kernels": dispatch.in_words(device)}
     if device.type == "cpu":
         # Builds for one GPU or another have the same code for the host; so do, for what decodes
         # elements one by one, AVX2 and AVX-512.

@@ -67,8 +67,8 @@ def test_unpack_takes_any_bytes_and_refuses_too_few(examples: int) -> None:
 
 def test_what_is_no_string_of_bytes() -> None:
     layout = Message.of((torch.zeros(2),))
-    for message in (torch.zeros(8), torch.zeros(1, 8, dtype=torch.uint8)):
-        with pytest.raises(ValueError, match="8 bytes was expected"):
+    for message in (torch.zeros(16), torch.zeros(1, 16, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match="16 bytes was expected"):
             layout.unpack(message)
 
 
