@@ -7,7 +7,8 @@ The one module that reads torch's private names; a test holds each of them to th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+from lightning_gc.core import Flow, Gather, Payload, Reply, Request
+from lightning_gc.transports.peer_error import PeerError
 
 Hook = Callable[[Tensor], None]
 
@@ -76,6 +80,54 @@ class Column(NamedTuple):
     shape: tuple[int, ...]  # of the largest shard, to which all are padded
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class UnitNumbers:
+    """Finds ranks that exchange different units, whose contents would be mixed silently.
+
+    Args:
+        names: of the units, equal on all ranks.
+        verified: compare numbers before each exchange, as units may differ in size. The host waits.
+    """
+
+    names: Sequence[str]
+    verified: bool
+
+    def around(self, name: str, flow: Flow, device: torch.device) -> Flow:
+        """Return what to run instead of a unit's ``flow``.
+
+        Communication pattern:
+            If ``verified``, one all-gather of 4 bytes per rank, before the flow's own requests.
+        """
+        if self.verified:
+            arrived = yield Gather((self._number(name, device),))
+            self._compare(name, arrived)
+        yield from flow
+
+    def gather(self, name: str, tensors: Payload) -> Generator[Request, Reply, Reply]:
+        """Gather tensors, and on the host the unit's number behind them."""
+        if self.verified or tensors[0].device.type != "cpu":
+            return (yield Gather(tensors))
+        arrived = yield Gather((*tensors, self._number(name, tensors[0].device)))
+        self._compare(name, arrived)
+        return [payload[:-1] for payload in arrived]
+
+    def _number(self, name: str, device: torch.device) -> Tensor:
+        number = self.names.index(name).to_bytes(4, "little")
+        return torch.tensor(list(number), dtype=torch.uint8, device=device)
+
+    def _compare(self, name: str, arrived: Reply) -> None:
+        for worker, payload in enumerate(arrived):
+            number = int.from_bytes(bytes(payload[-1].tolist()), "little")
+            if number != self.names.index(name):
+                other = self.names[number] if number < len(self.names) else f"unit {number}"
+                raise PeerError(
+                    f"This rank exchanges {name}, and worker {worker} exchanges {other}. Ranks "
+                    f"that use different units would mix their weights and gradients, as in plain "
+                    f"FSDP2. Let all ranks use the same units in the same order: give a unit that "
+                    f"has nothing to do on a rank an empty batch, and add its output times 0."
+                )
 
 
 class Unit:
