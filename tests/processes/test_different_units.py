@@ -34,9 +34,10 @@ class Experts(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.experts = nn.ModuleList(Expert(width) for width in widths)
-        self.head = nn.Linear(16, 4)
+        self.first, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
 
     def forward(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+        x = self.first(x)
         for index in chosen:
             x = x + self.experts[index](x)
         out: Tensor = self.head(x)
@@ -81,7 +82,7 @@ CASES = {
 def trained(case: Case, rank: int) -> tuple[int, str, list[float]]:
     """Return the steps that ended, what was raised, and the rank's shards if nothing was."""
     net: Any = Experts(case.widths)
-    for layer in (*net.experts, net):  # the head is in the unit of the whole model
+    for layer in (*net.experts, net):  # the others are in the unit of the whole model
         fully_shard(layer)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     weights = {} if case.weights is None else {"weights": case.weights}
