@@ -22,7 +22,7 @@ from lightning_gc.exchange.validation import (
 )
 from lightning_gc.exchange.verification import verification
 from lightning_gc.exchange.workers import plain_name
-from lightning_gc.sharded.fsdp_units import Unit, units_of
+from lightning_gc.sharded.fsdp_units import Unit, UnitNumbers, units_of
 from lightning_gc.sharded.shard_exchange import ShardExchange
 from lightning_gc.sharded.shard_validation import Way, refuse_model
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
@@ -136,6 +136,7 @@ class AttachedScatters(Attached):
         units = units_of(model)
         check_agreement(_agreed(setup, units, weights), Distributed(), device)
         checked = verification(setup.verify, setup.owner).transport
+        numbers = UnitNumbers([unit.name for unit in units], bool(setup.verify))
         near = workers.configuration.neighbours(workers.shards)
         transport = Distributed(group, "a reduce-scatter of gradients", near)
         recording = Recording(checked(transport))
@@ -152,6 +153,7 @@ class AttachedScatters(Attached):
                 gathering,
                 gathered,
                 lambda: workers.first.step,
+                numbers,
             )
             workers.weights = self._gathers
             accounts = [WithWeights(recording, gathered, self._gathers.dense)]
@@ -159,7 +161,9 @@ class AttachedScatters(Attached):
                 workers.own[_COPIES] = [self._gathers]
         workers.start(accounts, revocable=False)
         workers.run = gather_text(workers.run, Distributed(), device)[0]
-        self._scatters = UnitScatters(units, workers, transport, recording, setup.prepare_round)
+        self._scatters = UnitScatters(
+            units, workers, transport, recording, setup.prepare_round, numbers
+        )
         super().__init__(model, setup, peers_of(device, group, None))
 
     def reset(self) -> None:

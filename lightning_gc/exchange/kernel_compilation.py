@@ -7,6 +7,7 @@ import logging
 
 import torch
 
+from lightning_gc.core.message import FORMAT
 from lightning_gc.exchange.workers import Configuration
 from lightning_gc.kernels import dispatch, families
 from lightning_gc.transports.simulated import Simulated
@@ -30,7 +31,7 @@ def compile_kernels(configuration: Configuration, device: torch.device) -> dict[
     used = _exchange_alone(configuration, device) if dispatch.may_compile(device) else set()
     portable = configuration.compressor.traits.portable
     release = torch.__version__
-    same = {"torch": release, "lightning_gc": _own_release()}
+    same = {"wire format": str(FORMAT), "torch": release, "lightning_gc": _own_release()}
     same["kernels"] = families.in_words(used, device)
     if device.type == "cpu":
         # Builds for one GPU or another have the same code for the host; so do, for what decodes

@@ -172,7 +172,7 @@ def refuse_unsynchronised(
     swapped later would be trained by each worker on its own, and plain DDP does not notice.
     """
     for name, param in module.named_parameters():
-        if param.requires_grad and param not in names:
+        if param.requires_grad and param.numel() and param not in names:
             raise RuntimeError(
                 f"{name} was unfrozen, added or replaced after the fit began. Its gradient is not "
                 f"exchanged, so workers would drift apart. Change the model between two fits, or "
@@ -181,7 +181,7 @@ def refuse_unsynchronised(
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                if param.requires_grad and param not in names:
+                if param.requires_grad and param.numel() and param not in names:
                     raise RuntimeError(
                         f"Parameter group {number} of {type(optimizer).__name__} has a tensor of "
                         f"shape {tuple(param.shape)} that is not a parameter of the module. Its "
@@ -230,6 +230,10 @@ def _ends_first_pass_synchronised() -> bool:
 
 
 FIXES = {
+    "wire format": (
+        "They would expect messages of other sizes; install the same version of lightning_gc on "
+        "all."
+    ),
     "lightning_gc": (
         "Versions may compress and send differently; install the same version on all workers."
     ),

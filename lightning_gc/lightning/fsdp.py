@@ -72,7 +72,9 @@ class CompressedFSDP(ShardedStrategy):
         state: errors in checkpoints. ``"full"``: every rank's, 4 bytes per parameter and rank.
             ``"mean"``: their mean. ``"off"``: none. No memory, no errors.
         verify: ``"payload"``: every message has a checksum, so that a damaged one is not decoded
-            but named with its sender. A number of steps is refused: no two ranks have the same
+            but named with its sender. Before each exchange ranks compare the number of the unit,
+            which costs a message of 4 bytes. Ranks that use different units end with their names.
+            A number of steps is refused: no two ranks have the same
             shard to compare.
         min_numel: as for ``CompressedDDPStrategy``, in elements of the full parameter.
         compressor: the former name of ``gradients``, deprecated.
@@ -96,6 +98,8 @@ class CompressedFSDP(ShardedStrategy):
             model without ``fully_shard``, on a mesh of other ranks or of two dimensions, with
             trained parameters outside, tensor parallelism, gradients reduced in float16, a custom
             reduce-scatter or another divisor; ranks with other settings or units.
+        PeerError: ranks exchange different units, with ``verify="payload"``; on the host, with
+            ``weights``, if the units have equal sizes.
         RuntimeError: torch before 2.9; in a backward pass, parameters that were unfrozen since or,
             with torch before 2.13, that have no gradient; a pass after one that was interrupted.
 

@@ -10,8 +10,10 @@ from torch.distributed import distributed_c10d
 
 from lightning_gc import AtomoSVD, PowerSGD, RandomK, TopK
 from lightning_gc.compressors import Compressor
+from lightning_gc.core import message
 from lightning_gc.exchange import Synchronizer, Workers, configure, kernel_compilation
 from lightning_gc.kernels import dispatch
+from lightning_gc.transports import distributed
 from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
@@ -39,6 +41,12 @@ def start(worker: int) -> list[str]:
     return found
 
 
+def meet(worker: int) -> list[str]:
+    """Return what workers say of which the second has another wire format."""
+    dist.init_process_group("gloo")
+    return [said(TopK(0.1), differs, worker) for differs in ("format", "former format")]
+
+
 def said(compressor: Compressor, differs: str, worker: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if worker == 1 and differs == "torch":
@@ -53,6 +61,12 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
             patch.setattr(dispatch, "numba_in_words", lambda: "missing")
         if worker == 1 and differs == "kernels":
             patch.setattr(dispatch, "in_words", lambda device: "Triton 3.2.0")
+        if worker == 1 and differs == "format":
+            patch.setattr(distributed, "FORMAT", 3)
+        if worker == 1 and differs == "former format":  # without a number, and with other padding
+            patch.setattr(distributed, "_announcement", distributed.lengths_of)
+            patch.setattr(distributed, "_lengths_in", lambda announced, sender: announced)
+            patch.setattr(message, "ALIGNMENT", 8)
         if worker == 1 and differs == "device":
             patch.setattr(kernel_compilation, "device_in_words", lambda device: "a T4 with 40")
         workers = Workers(configure("test", compressor, None, None, 0))
@@ -82,3 +96,13 @@ def test_a_difference_is_harmless_or_refused() -> None:
     for low_rank in (powersgd, atomo):
         assert "Worker 1 has device=a T4 with 40, but worker 0 has device=cpu with" in low_rank
         assert "such as TopK or QSGD" in low_rank
+
+
+def test_workers_of_another_wire_format_name_each_other() -> None:
+    """Before a message, whose size they would not agree on; the former version too."""
+    first, second = run_in_processes(meet, 2)
+    ours = "Worker 1 sends messages of another wire format than 2. Install the same version"
+    assert all(ours in text for text in first)
+    assert "Worker 0 sends messages of another wire format than 3" in second[0]
+    assert "Worker 0 announces" in second[1]
+    assert "elements where at most" in second[1]
