@@ -48,6 +48,7 @@ from lightning_gc.local_steps.local_rounds import (
     LocalRounds,
     ModuleState,
     OwnState,
+    embeddings,
     finished,
     in_rounds,
     keep,
@@ -512,6 +513,7 @@ class LocalSteps(AttachedRounds):
             meet = among_shards(model, island)
         self._island = island
         self._loaded = ""  # class of the module whose weights were loaded
+        self._changed: str | None = None  # before the first pass after a step, once it was made
         super().__init__(model, setup, plan, outer, unequal, self._keep_rounds, meet)
         self._listen()
         if scaler is not None:
@@ -525,7 +527,9 @@ class LocalSteps(AttachedRounds):
         hooks = self._before_step, self._after_step
         self._own_steps = own = OwnSteps(self._owner, names, every, *hooks, fix=fix)
         own.begin([self._optimizer])
-        self._passes = UncountedPasses(self._owner, names, every, lambda: own.inside)
+        parts = self._owner, names, every, lambda: own.inside, self._look
+        self._passes = UncountedPasses(*parts)
+        self._bounded = embeddings(module, names, bounded=True)
         before, after = ModuleHook(self._passes.before), ModuleHook(self._passes.after)
         loaded = ModuleHook(self._note_loaded).watch
         self._watching += [
@@ -603,6 +607,7 @@ class LocalSteps(AttachedRounds):
         """As for ``AttachedRounds``; count the step, too."""
         count = self._count
         self._passes.step()
+        self._changed = None
         super().stepped(ends or count.steps + 1 == count.total)
         count.steps += 1
 
@@ -625,7 +630,8 @@ class LocalSteps(AttachedRounds):
                 f"workers would average a part of them in. Load weights before you make it, or "
                 f"call its reset() on all workers after you load."
             )
-        changed, begun = self._changed_outside(), self._own_steps and self._own_steps.begun
+        changed = self._changed_outside() if self._changed is None else self._changed
+        begun = self._own_steps and self._own_steps.begun
         if not begun and not self.rounds.apart:
             weights.refuse_not_finite(self._owner)
         if changed and not begun:
@@ -639,11 +645,17 @@ class LocalSteps(AttachedRounds):
     def _changed_outside(self) -> str:
         """Return which weights have changed since the last exchange, if no step has been counted.
 
-        With fragments or a delay there is always a step since the last exchange.
+        With fragments or a delay there is always a step since the last exchange. Embeddings with a
+        ``max_norm`` change in each pass, and are left out.
         """
-        changed = [] if self.rounds.apart else self.rounds.weights.replaced
+        replaced = [] if self.rounds.apart else self.rounds.weights.replaced
+        changed = [name for name in replaced if name not in self._bounded]
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         return changed[0] + more if changed else ""
+
+    def _look(self) -> None:
+        """Note which weights have changed before a pass, which may change some itself."""
+        self._changed = self._changed_outside()
 
     def _warn_of_changes(self, changed: str) -> None:
         if changed:
@@ -718,7 +730,7 @@ class LocalSteps(AttachedRounds):
         self.rounds.restart()
         self.meeting.begin(self._module)
         self.rounds.begin(*self.rounds.weights.held())
-        self._loaded = ""
+        self._loaded, self._changed = "", None
 
     def state_dict(self, mode: Literal["full", "mean"] = "full") -> dict[str, Any]:
         """Return all that this worker needs to go on, between steps; every rank saves its own.
@@ -753,7 +765,7 @@ class LocalSteps(AttachedRounds):
             first = state if isinstance(state, Mapping) else state[0]
             self._own[0].take(first["own"][ROUNDS])
             self._own[0].load_optimizers()
-        self._loaded = ""
+        self._loaded, self._changed = "", None
 
     def finish(self) -> None:
         """Exchange what is left, so that all workers end with the common weights; then close.

@@ -130,6 +130,7 @@ class LocalHooks(CompressedStrategy):
             counted=lambda: self._stepping,
             fix="Return it from configure_optimizers",
         )
+        self._listen()
         self._own = keep(self.local_workers, rounds, lambda: self.optimizers, self._scaler)
         if self._keeps_mean:
             self.local_workers.kept[ROUNDS] = [MeanDrift(each) for each in rounds]
@@ -143,6 +144,10 @@ class LocalHooks(CompressedStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
         refuse_optimizers(type(self).__name__, self.optimizers)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Hear all optimizer steps: rounds or optimizers are new, whichever were made last."""
         if self._own_steps is not None:
             self._own_steps.end()
             self._own_steps.begin(self.optimizers)

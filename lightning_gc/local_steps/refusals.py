@@ -571,6 +571,7 @@ class UncountedPasses:
         names: exchanged parameter -> name.
         every: returns H.
         inside: whether a step is under way, whose closure may run passes.
+        first: called before the first pass after a step.
     """
 
     def __init__(
@@ -579,8 +580,10 @@ class UncountedPasses:
         names: Mapping[Tensor, str],
         every: Callable[[], int],
         inside: Callable[[], bool],
+        first: Callable[[], None],
     ) -> None:
         self._owner, self._names, self._every, self._inside = owner, names, every, inside
+        self._first = first
         self._passes = self._changes = self._versions = 0
 
     def step(self) -> None:
@@ -591,7 +594,11 @@ class UncountedPasses:
         """Note that a forward pass begins."""
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
-        self._passes += not self._inside()
+        if self._inside():
+            return
+        self._passes += 1
+        if self._passes == 1:
+            self._first()
         if self._passes > 2 and versions(self._names) != self._versions:
             self._changes += 1
         if self._changes and self._passes > self._every():
