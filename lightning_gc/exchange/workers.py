@@ -203,7 +203,7 @@ class Workers:
         """Set ``names`` to the trained parameters of ``module``, and describe its tensors."""
         trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
         self.names = {param: plain_name(name) for name, param in trained}
-        self.model = _in_words(module)
+        self.model = model_in_words(module)
 
     def start(self, accounts: Sequence[Recorder], *, revocable: bool) -> None:
         """Make an engine per account, or reuse an earlier fit's engines.
@@ -352,7 +352,7 @@ def reshard(module: nn.Module) -> None:
             each.reshard()
 
 
-def _in_words(module: nn.Module) -> dict[str, str]:
+def model_in_words(module: nn.Module) -> dict[str, str]:
     """Return name -> kind, dtype and shape of each parameter and buffer; of tied ones the first."""
     firsts: dict[Tensor, str] = {}
     found = {}
