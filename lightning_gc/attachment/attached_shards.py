@@ -134,7 +134,7 @@ class AttachedScatters(Attached):
         on_all_ranks(partial(refuse_model, model, ranks, *ways), device)
         workers.name(model)
         units = units_of(model)
-        check_agreement(_agreed(setup, units, weights), Distributed(), device)
+        check_agreement(_agreed(setup, units, weights), Distributed(), device, workers.model)
         checked = verification(setup.verify, setup.owner).transport
         numbers = UnitNumbers([unit.name for unit in units], bool(setup.verify))
         near = workers.configuration.neighbours(workers.shards)
@@ -206,7 +206,6 @@ def _agreed(setup: Setup, units: Sequence[Unit], weights: WeightSettings | None)
     }
     return {
         **configuration.in_words(),
-        "names and shapes of parameters": digest_of({n: tuple(p.shape) for p, n in names.items()}),
         "units": digest_of(of_units),
         "verify": repr(setup.verify),
         "weights": repr(weights),

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_gc.core import Flow
 from lightning_gc.exchange.kernel_compilation import compile_kernels
-from lightning_gc.exchange.validation import check_agreement, digest_of, refuse_unknown_device
+from lightning_gc.exchange.validation import check_agreement, refuse_unknown_device
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.transports.accounting import Recording
@@ -128,9 +128,8 @@ class Synchronizer:
         per_node = configuration.neighbours(dist.get_world_size(self._group))
         transport = Distributed(self._group, purpose, per_node)
         same = configuration.in_words() | {"verify": repr(verify)} | agreed
-        same["names and shapes of parameters"] = digest_of(workers.shapes)
         same |= compile_kernels(configuration, device)
-        check_agreement(same, transport, device)
+        check_agreement(same, transport, device, workers.model)
         self._verification = verification(verify, type(self).__name__)
         self._compares = bool(verify) and self._island.size > 1
         shared = self._island.over(transport)

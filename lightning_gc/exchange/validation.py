@@ -23,6 +23,10 @@ from lightning_gc.memories import Memory
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 _SAME_ARGUMENTS = "All workers need the same configuration; give them the same arguments."
+_SAME_MODEL = (
+    "All workers need the same parameters and buffers, in the same order, dtypes and shapes, and "
+    "must train the same ones; make the model in the same way on all."
+)
 
 
 def check_controller(
@@ -264,26 +268,55 @@ FIXES = {
 
 
 def check_agreement(
-    configuration: Mapping[str, str], transport: Distributed, device: torch.device
+    configuration: Mapping[str, str],
+    transport: Distributed,
+    device: torch.device,
+    model: Mapping[str, str] | None = None,
 ) -> None:
     """Raise ValueError on all workers if one's configuration or model differs from worker 0's.
 
     For a key of ``arithmetic``, the sentence says why it must be equal.
+
+    Args:
+        configuration: name -> text.
+        transport: to the other workers.
+        device: one that it can send from.
+        model: ``Workers.model``. Its digest is sent, and the descriptions only if digests differ.
     """
-    ours = "\n".join(f"{name}={value}" for name, value in configuration.items())
+    same = configuration if model is None else {**configuration, MODEL: digest_of(model)}
+    found = _difference(same, transport, device)
+    if found is None:
+        return
+    name = found[1].partition("=")[0]
+    fix = FIXES.get(name, _SAME_ARGUMENTS)
+    if model is not None and name == MODEL:
+        found, fix = _difference(model, transport, device) or found, _SAME_MODEL
+    worker, expected, other = found
+    raise ValueError(f"Worker {worker} has {other}, but worker 0 has {expected}. {fix}")
+
+
+MODEL = "tensors of the model"
+"""Name of its digest among the settings that must be equal on all workers."""
+
+
+def _difference(
+    own: Mapping[str, str], transport: Distributed, device: torch.device
+) -> tuple[int, str, str] | None:
+    """Return the first worker that differs, with the first lines of worker 0 and it that do."""
+    ours = "\n".join(f"{name}={value}" for name, value in own.items())
     texts = [text.splitlines() for text in gather_text(ours, transport, device)]
     for worker, text in enumerate(texts):
         for expected, found in itertools.zip_longest(texts[0], text, fillvalue="nothing more"):
             if found != expected:
-                fix = FIXES.get(expected.partition("=")[0], _SAME_ARGUMENTS)
-                raise ValueError(f"Worker {worker} has {found}, but worker 0 has {expected}. {fix}")
+                return worker, expected, found
+    return None
 
 
-def digest_of(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return number and digest of parameter names and shapes, in order."""
-    parameters = [f"{name} {shape}" for name, shape in shapes.items()]
-    digest = hashlib.sha256("\n".join(parameters).encode()).hexdigest()
-    return f"{len(parameters)} of digest {digest[:12]}"
+def digest_of(named: Mapping[str, object]) -> str:
+    """Return number and digest of names and what is said of each, in order."""
+    lines = [f"{name} {value}" for name, value in named.items()]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return f"{len(lines)} of digest {digest[:12]}"
 
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

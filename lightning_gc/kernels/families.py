@@ -189,11 +189,11 @@ def _compile(family: str) -> bool:
     """Compile a family in this process, or wait for another one that does; return if it works."""
     if _is_compiled(family):
         return _trial(family)
-    with waiting(f"Compiling numba's kernels of {family}, once per machine", _SLOW):
-        with _locked() as mine:
-            while not mine():
-                pass
-            return _trial(family)
+    line = f"Compiling numba's kernels of {family}, once per machine"
+    with waiting(line, _SLOW), _locked() as mine:
+        while not mine():
+            pass
+        return _trial(family)
 
 
 def _trial(family: str) -> bool:

@@ -14,11 +14,14 @@ from lightning_gc.attachment.attached import AttachedDDP
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
+from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.exchange.workers import model_in_words
 from lightning_gc.lightning.arguments import refuse_other_hooks, refuse_unknown
 from lightning_gc.lightning.base import RealWorker
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+from lightning_gc.transports.distributed import Distributed
 
 
 class CompressedDDP(RealWorker):
@@ -108,6 +111,12 @@ class CompressedDDP(RealWorker):
         verification(verify, "CompressedDDPStrategy")
         self.verify = verify
         super().__init__(**ddp_kwargs)
+
+    def _setup_model(self, model: Any) -> DistributedDataParallel:
+        """Wrap the module, after workers have compared theirs: DDP broadcasts by the own sizes."""
+        check_agreement({}, Distributed(), self.root_device, model_in_words(model))
+        ddp: DistributedDataParallel = super()._setup_model(model)
+        return ddp
 
     def _register_ddp_hooks(self) -> None:
         """Attach to the wrapped module; Lightning registers hooks on CUDA only."""

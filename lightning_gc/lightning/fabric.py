@@ -19,13 +19,15 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import configure
-from lightning_gc.exchange.validation import check_controller
+from lightning_gc.exchange.validation import check_agreement, check_controller
 from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.exchange.workers import model_in_words
 from lightning_gc.flavours import FABRICS, EitherLightning, package_of
 from lightning_gc.lightning.arguments import refuse_other_hooks, refuse_unknown
 from lightning_gc.lightning.workarounds import Joining, PeerNaming, SingleTrainer
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+from lightning_gc.transports.distributed import Distributed
 
 
 class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
@@ -144,6 +146,8 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module in ``DistributedDataParallel`` and compress what that exchanges."""
         self._refuse_rates_unknown(module)
+        # DDP broadcasts by the own sizes of each.
+        check_agreement({}, Distributed(), self.root_device, model_in_words(module))
         ddp: DistributedDataParallel = super().setup_module(module)
         before = self._attached.pop(module, None)
         if before is not None:  # set up again, as for another phase of training

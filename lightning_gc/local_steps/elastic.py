@@ -32,7 +32,7 @@ from lightning_gc.core.state_structure import ERRORS
 from lightning_gc.engine.error_buffers import to_host
 from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.synchronizer import leave
-from lightning_gc.exchange.validation import digest_of, refuse_unknown_device
+from lightning_gc.exchange.validation import MODEL, digest_of, refuse_unknown_device
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.local_steps.channel import Seal
 from lightning_gc.local_steps.local_rounds import LocalRounds
@@ -246,7 +246,7 @@ class ElasticExchange:
         held = sum(p.numel() * 4 for p in workers.names)  # and outer momentum, buffers, names
         self._most = 16 * held + (1 << 24)
         same = workers.configuration.in_words() | dict(agreed)
-        same["names and shapes of parameters"] = digest_of(workers.shapes)
+        same[MODEL] = digest_of(workers.model)
         same |= compile_kernels(workers.configuration, device)
         if size > 1:
             same["island"] = str(size)

@@ -94,15 +94,17 @@ def test_names() -> None:
 
 def test_a_sparsifier_needs_rounds(recwarn: pytest.WarningsRecorder) -> None:
     """0.8 expected sends of an element trained, 0.2 did not; below 1 there is a warning."""
-    warn_of_few_rounds(TopK(0.01), 3200, 32)
-    warn_of_few_rounds(QSGD(4), 10, 10)
-    warn_of_few_rounds(TopK(0.01), None, 32)
+    warn_of_few_rounds("LocalStepsStrategy", TopK(0.01), 3200, 32)
+    warn_of_few_rounds("LocalStepsStrategy", QSGD(4), 10, 10)
+    warn_of_few_rounds("LocalStepsStrategy", TopK(0.01), None, 32)
     assert not recwarn
+    with pytest.warns(UserWarning, match=r"every=1000\): the run has 20 steps.*every=2, say"):
+        warn_of_few_rounds("LocalStepsStrategy", QSGD(4), 20, 1000)
     with pytest.warns(UserWarning, match=r"20 rounds.*0.01 of the elements.*0.05 or more.*every=6"):
-        warn_of_few_rounds(TopK(0.01), 640, 32)
+        warn_of_few_rounds("LocalStepsStrategy", TopK(0.01), 640, 32)
     with pytest.warns(
         UserWarning, match=r"1 round\. .* harm training\. Use a quantiser, .*, a smaller every"
     ):
-        warn_of_few_rounds(TopK(0.01), 8, 8)
+        warn_of_few_rounds("LocalStepsStrategy", TopK(0.01), 8, 8)
     with pytest.warns(UserWarning, match=r"Use .* QSGD\(4\), every=2 or less, or more steps\.$"):
-        warn_of_few_rounds(TopK(0.01), 200, 200)
+        warn_of_few_rounds("LocalStepsStrategy", TopK(0.01), 200, 200)
