@@ -181,12 +181,12 @@ class Setup:
         groups = [group for each in optimizers for group in each.param_groups]
         if memory.lookahead:
             raise ValueError(
-                f"{memory!r} moves the weights around each forward pass, which a communication "
+                f"{memory} moves the weights around each forward pass, which a communication "
                 f"hook cannot; use CompressedDDPStrategy, or memory=ErrorFeedback()."
             )
         if memory.lr_aware and not groups:
             raise ValueError(
-                f"{memory!r} rescales errors by the learning rates, which attach does not know; "
+                f"{memory} rescales errors by the learning rates, which attach does not know; "
                 f"give attach(..., optimizers=optimizer)."
             )
         for group in groups:

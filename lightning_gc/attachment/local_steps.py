@@ -865,7 +865,7 @@ def refuse_in_shards(
         )
     if isinstance(outer, RadialDirectional):
         raise ValueError(
-            f"{owner}(island={island}, outer={outer!r}): it averages norms of complete tensors, "
+            f"{owner}(island={island}, outer={outer}): it averages norms of complete tensors, "
             f"and a rank has shards; use outer={outer.sgd!r}."
         )
     if scaler is not None and scaler.is_enabled():

@@ -47,8 +47,7 @@ def check_controller(
     controller.check(compressor.knob)
     if controller.needs.errors and not memory.buffers:
         raise ValueError(
-            f"{controller!r} watches the error, but {memory!r} keeps none; "
-            f"use memory=ErrorFeedback()."
+            f"{controller} watches the error, but {memory} keeps none; use memory=ErrorFeedback()."
         )
     if controller.needs.rounds and not rounds:
         raise ValueError(

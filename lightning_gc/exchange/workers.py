@@ -15,12 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.core import Flow, Structure
 from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.core.registry import make
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import by_default, combine, waits_of_step
+from lightning_gc.engine.compatibility import combine, waits_of_step
 from lightning_gc.engine.engine import compressor_state
 from lightning_gc.engine.levels import Requested, RequestedLevels
 from lightning_gc.exchange.validation import refuse_complex_parameters

@@ -16,6 +16,7 @@ from lightning_gc.checkpoint.shard_store import Part
 from lightning_gc.compressors import Compressor, Identity
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
+from lightning_gc.core.settings import short
 from lightning_gc.exchange import Configuration
 from lightning_gc.lightning.arguments import changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
@@ -144,7 +145,7 @@ class CompressedFSDP(ShardedStrategy):
         **model_parallel_kwargs: Any,
     ) -> None:
         if compressor is not None:
-            said = f"{_OWNER}(compressor=...) is deprecated. Write gradients={compressor!r}."
+            said = f"{_OWNER}(compressor=...) is deprecated. Write gradients={short(compressor)}."
             warnings.warn(said, DeprecationWarning, stacklevel=2)
             gradients = compressor
         given: Compressor | str = Identity() if gradients is None else gradients

@@ -46,18 +46,18 @@ def refuse_settings(
     """
     if not compressor.traits.conserves:
         raise ValueError(
-            f"{owner}({compressor!r}): its workers vote, and the result has equal magnitudes, so "
+            f"{owner}({compressor}): its workers vote, and the result has equal magnitudes, so "
             f"it is not the mean of their differences of weights; use EFSignSGD() for signs with "
             f"magnitudes, or QSGD(4)."
         )
     if memory.lr_aware:
         raise ValueError(
-            f"{owner}(memory={memory!r}): differences of weights contain the learning rate "
+            f"{owner}(memory={memory}): differences of weights contain the learning rate "
             f"already, so errors must not follow it; use memory=ErrorFeedback()."
         )
     if memory.lookahead or memory.reads_weights:
         raise ValueError(
-            f"{owner}(memory={memory!r}): it changes gradients by weights or weights by errors at "
+            f"{owner}(memory={memory}): it changes gradients by weights or weights by errors at "
             f"each optimizer step, but weights are exchanged only every H steps; use "
             f"memory=ErrorFeedback()."
         )
@@ -66,12 +66,12 @@ def refuse_settings(
             memory.check_optimizer({"momentum": outer.momentum})
         except ValueError:
             raise ValueError(
-                f"{owner}(memory={memory!r}, outer={outer!r}): the memory has the outer momentum; "
+                f"{owner}(memory={memory}, outer={outer}): the memory has the outer momentum; "
                 f"use outer=OuterSGD(lr={outer.lr!r}), or memory=ErrorFeedback()."
             ) from None
     if isinstance(outer, RadialDirectional) and compressor.traits.kind == "sparsifier":
         raise ValueError(
-            f"{owner}({compressor!r}, outer={outer!r}): the mean of a few elements would be "
+            f"{owner}({compressor}, outer={outer}): the mean of a few elements would be "
             f"stretched to the length of all; use a quantiser, such as QSGD(4), or "
             f"outer=OuterSGD()."
         )
@@ -144,7 +144,7 @@ def refuse_elastic(
         )
     if isinstance(outer, RadialDirectional):
         raise ValueError(
-            f"{owner}(elastic={elastic!r}, outer={outer!r}): an elastic round that is repeated "
+            f"{owner}(elastic={elastic!r}, outer={outer}): an elastic round that is repeated "
             f"would scale distances twice; use outer={outer.sgd!r}."
         )
     if controller is not None:
@@ -159,7 +159,7 @@ def refuse_elastic(
         )
     if configuration.neighbours(_MANY) > 1:
         raise ValueError(
-            f"{owner}(elastic={elastic!r}, scheme={configuration.scheme!r}): its nodes need a "
+            f"{owner}(elastic={elastic!r}, scheme={configuration.scheme}): its nodes need a "
             f"fixed number of workers; use AllGather() or TwoShot()."
         )
 

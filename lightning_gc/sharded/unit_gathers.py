@@ -16,11 +16,11 @@ from torch import Tensor
 
 from lightning_gc.compressors import COMPRESSORS, Compressor, Float4
 from lightning_gc.compressors.base import Codec, Knob, limits_of
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core import Bucket, Each, Flow, Payload
 from lightning_gc.core.registry import make
 from lightning_gc.core.settings import Settings
 from lightning_gc.core.state_structure import FLOATS, NOTHING
-from lightning_gc.engine.compatibility import by_default
 from lightning_gc.engine.levels import Levels, Requested
 from lightning_gc.sharded.fsdp_units import Unit, UnitNumbers, in_backward
 from lightning_gc.sharded.sharded_workers import stacked
@@ -121,7 +121,7 @@ def weights_of(owner: str, weights: Weights, seed: int, min_numel: int) -> Weigh
         raise ValueError(
             f"{said}: it may lose {lost:.0%} of a tensor's squared norm in each gather, and "
             f"{_MOST:.0%} are allowed. Use Int8(block_size=256), or "
-            f"WeightDifferences({compressor!r}) for few bits."
+            f"WeightDifferences({compressor}) for few bits."
         )
     knob = _knob(compressor, most)
     return WeightSettings(by_default(compressor, min_numel, owner), differences, seed, knob)

@@ -75,24 +75,24 @@ class ReduceScatter(Scheme):
 
     def __post_init__(self) -> None:
         if self.workers_per_node < 1:
-            raise ValueError(f"{self!r}: give the number of workers of each machine, at least 1.")
+            raise ValueError(f"{self}: give the number of workers of each machine, at least 1.")
 
     def check(self, compressor: Compressor) -> None:
         """Refuse what has no payload for one worker alone."""
         if isinstance(compressor.method, Collective):
             raise ValueError(
-                f"{compressor!r} averages in its own rounds, after which every worker has the full "
+                f"{compressor} averages in its own rounds, after which every worker has the full "
                 f"mean, but each needs one shard of it, so a payload must be for one worker. Use "
                 f"QSGD(8), say."
             )
         if compressor.traits.needs_sums:
             raise ValueError(
-                f"{compressor!r} needs per-tensor state and accumulated errors; FSDP shards have "
+                f"{compressor} needs per-tensor state and accumulated errors; FSDP shards have "
                 f"neither. Use QSGD(8), say."
             )
         if not compressor.traits.conserves:
             raise ValueError(
-                f"The result of {compressor!r} is a vote, and what a shard's owner gets here is "
+                f"The result of {compressor} is a vote, and what a shard's owner gets here is "
                 f"the mean of what was decoded. Use QSGD(8), say."
             )
 
