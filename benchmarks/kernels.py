@@ -45,7 +45,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks/kernels.py measures CUDA kernels and needs a GPU; there is none here.")
     device = torch.device("cuda")
-    if not dispatch.fused(torch.ones(1, device=device)):
+    if not all(dispatch.fused(torch.ones(1, device=device), f) for f in ("tensors", "levels")):
         sys.exit("Triton's kernels do not run here; the warning above, if any, says why.")
     table = rows(args.numel, args.density, device)
     seconds = measure(table, args.repeats, device)

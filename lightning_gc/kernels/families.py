@@ -60,7 +60,7 @@ class HostFamilies:
         self._made: dict[str, bool] = {}  # by the thread, and not taken over yet
         self._left: list[str] = []  # to the thread
         self._running = 0  # exchanges
-        self._closed = False
+        self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
     def works(self, family: str) -> bool:
@@ -104,7 +104,7 @@ class HostFamilies:
 
     def close(self) -> None:
         """Stop the thread. The other process ends by itself, and the next run has its result."""
-        self._closed = True
+        self._ending.set()
         if self._thread is not None:
             self._thread.join()
 
@@ -128,16 +128,16 @@ class HostFamilies:
         while True:
             with self._lock:
                 families = list(self._left)
-                if not families or self._closed:
+                if not families or self._ending.is_set():
                     self._thread = None
                     return
             with _locked() as mine:
                 while not mine():
-                    if self._closed:
+                    if self._ending.is_set():
                         return
                 if not all(map(_is_compiled, families)):
                     self._follow(families)
-            if self._closed:
+            if self._ending.is_set():
                 return
             works = {family: _trial(family) for family in families}
             with self._lock:
@@ -155,9 +155,8 @@ class HostFamilies:
         began = time.monotonic()
         child = _child(families)
         while child.poll() is None:
-            if self._closed:
+            if self._ending.wait(_POLL):
                 return
-            time.sleep(_POLL)
         say("The kernels of %s are ready, after %.0f s.", names, time.monotonic() - began)
 
 
@@ -232,7 +231,7 @@ def _folder() -> Path:
     """Return the folder in which numba keeps the kernels."""
     from lightning_gc.kernels.host.tensors import times
 
-    return Path(times.stats.cache_path)
+    return Path(str(times.stats.cache_path))
 
 
 @functools.cache

@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc import TopK, attach
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
-from lightning_gc.engine import Engine
-from lightning_gc.exchange import synchronizer
+from lightning_gc.exchange import configure, synchronizer
 from lightning_gc.exchange.kernel_compilation import compile_kernels
+from lightning_gc.exchange.workers import Configuration
 from lightning_gc.kernels import dispatch
+from lightning_gc.memories import Memory
 from tests.support.instances import ALL_MEMORIES
 
 HOST = torch.device("cpu")
@@ -34,6 +35,10 @@ class OwnModelOnly(TopK):
 asked: list[tuple[str, ...]] = []
 
 
+def configured(compressor: TopK, memory: Memory | None = None) -> Configuration:
+    return configure("test", compressor, memory, None, 0)
+
+
 @pytest.fixture
 def group() -> Iterator[None]:
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -46,10 +51,15 @@ def group() -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 def test_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(synchronizer, "compile_kernels", lambda *given: seen.append(given))
+
+    def see(*given: Any) -> dict[str, str]:
+        seen.append(given)
+        return {}
+
+    monkeypatch.setattr(synchronizer, "compile_kernels", see)
     handle = attach(DistributedDataParallel(torch.nn.Linear(40, 40)), TopK(0.1))
-    ((engine, device),) = seen
-    assert engine.compressor.method == TopK(0.1)
+    ((configuration, device),) = seen
+    assert configuration.compressor.method == TopK(0.1)
     assert device == HOST
     handle.close()
 
@@ -58,13 +68,13 @@ def test_a_method_that_knows_its_own_parameters_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dispatch, "may_compile", lambda device: True)
-    compile_kernels(Engine(OwnModelOnly(0.1)), HOST)
+    compile_kernels(configured(OwnModelOnly(0.1)), HOST)
     assert asked
     assert "OwnModelOnly(density=0.1" in caplog.text
     assert "compiled in the first step" in caplog.text
     asked.clear()
     monkeypatch.setattr(dispatch, "may_compile", lambda device: False)
-    compile_kernels(Engine(OwnModelOnly(0.1)), HOST)
+    compile_kernels(configured(OwnModelOnly(0.1)), HOST)
     assert not asked
 
 
@@ -74,5 +84,5 @@ def test_with_every_memory(
     """Which may ask for weights; if one failed, nothing would be compiled."""
     monkeypatch.setattr(dispatch, "may_compile", lambda device: True)
     for memory in ALL_MEMORIES:
-        compile_kernels(Engine(TopK(0.1), memory), HOST)
+        compile_kernels(configured(TopK(0.1), memory), HOST)
     assert not caplog.records

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_gc import QSGD, HardThreshold, IntegerQSGD, TopK, Uniform
 from lightning_gc.compressors import Compressor
-from lightning_gc.engine import Engine
+from lightning_gc.exchange import configure
 from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
@@ -71,7 +71,7 @@ def test_all_are_known(compressor: Compressor, monkeypatch: pytest.MonkeyPatch) 
         family = importlib.import_module(f"lightning_gc.kernels.gpu.{module}")
         monkeypatch.setattr(family, name, Recorded(getattr(family, name), aligned, seen))
     lockstep = Lockstep(2, compressor)
-    compile_kernels(lockstep.engines[0], torch.device(DEVICE))
+    compile_kernels(configure("test", compressor, None, None, 0), torch.device(DEVICE))
     compiled = set(seen)
     assert compiled
     seen.clear()
@@ -80,10 +80,3 @@ def test_all_are_known(compressor: Compressor, monkeypatch: pytest.MonkeyPatch) 
     lockstep.step(named)
     assert seen
     assert seen <= compiled
-
-
-def test_it_leaves_no_trace() -> None:
-    engine = Engine(TopK(0.1))
-    compile_kernels(engine, torch.device(DEVICE))
-    assert engine.step == 0
-    assert not engine.state_dict()["memory"]
