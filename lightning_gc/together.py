@@ -25,14 +25,15 @@ class Together(Optimizer):
     finite, no part makes its step. A scaler would skip only one of two separate optimizers.
 
     ``state_dict`` has the format of torch: its parameters are numbered in the order of the parts.
-    Each part loads its share by its own ``load_state_dict``.
+    ``"parts"`` has the class of each part and the shapes of its parameters. Each part loads its
+    share by its own ``load_state_dict``.
 
     A scheduler of ``Together`` sets the rates of all groups. For one scheduler per part see
     ``scheduler``.
 
     Args:
-        optimizers: the parts, with different parameters. Checkpoints do not name the parts, so keep
-            their order.
+        optimizers: the parts, with different parameters. Keep their order for checkpoints: two of
+            one class whose parameters have equal shapes cannot be distinguished.
 
     Raises:
         ValueError: no optimizer, a parameter in two parts, a part that needs a closure
@@ -137,17 +138,31 @@ class Together(Optimizer):
                     f"belongs to no parameter, and so to no part of a checkpoint; return "
                     f"{type(part).__name__} alone from configure_optimizers."
                 )
-        return super().state_dict()
+        return super().state_dict() | {"parts": self._in_words()}
+
+    def _in_words(self) -> list[str]:
+        """Return the class of each part, and the shapes of its parameters."""
+        return [
+            f"{type(part).__name__} of {[tuple(param.shape) for param in _params(part)]}"
+            for part in self.optimizers
+        ]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load ``state_dict()``, each part by its own ``load_state_dict``.
 
         Raises:
-            ValueError: it has another number of parameter groups.
+            ValueError: it has another number of parameter groups, or other parts in this order.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         shares = self._shares(state_dict["param_groups"])
+        now = self._in_words()
+        saved = state_dict.get("parts", now)  # older checkpoints lack them
+        if saved != now:
+            raise ValueError(
+                f"Together.load_state_dict: its parts are {now}, but the state has {saved}. Give "
+                f"it the parts in the order in which they were saved."
+            )
         for part, groups in zip(self.optimizers, shares, strict=True):
             numbers = {number for group in groups for number in group["params"]}
             state = {n: each for n, each in state_dict["state"].items() if n in numbers}

@@ -422,11 +422,16 @@ class LocalSteps(AttachedRounds):
         ValueError: what ``LocalStepsStrategy`` refuses; no process group, or one that cannot send
             from the model's device; a model that is wrapped in DDP, is in shards without an
             ``island``, or synchronises batch norms; an optimizer of other parameters, or one that
-            communicates; on all ranks, islands whose meshes, shards or settings differ.
-        RuntimeError: in a step, weights that were loaded after this was made; a parameter that was
-            unfrozen or replaced. A step while the common weights are shown, or of an elastic
-            worker outside of ``until``.
+            communicates; on all workers, models or settings that differ; in the first step, weights
+            that are not finite.
+        RuntimeError: in a step, weights that were loaded since the last one; a parameter that was
+            unfrozen, replaced or cast; another optimizer than the given one. A step while the
+            common weights are shown, or of an elastic worker outside of ``until``.
         PeerError: in a step, an exchange has failed.
+
+    Warns:
+        UserWarning: weights that change without a step of the optimizer; ``every`` steps without a
+            gradient; a run of fewer steps than a round.
 
     Example:
         ``examples/plain_torch_local_steps.py`` trains and resumes; in short::

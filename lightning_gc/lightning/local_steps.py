@@ -477,12 +477,14 @@ class LocalSteps(LocalHooks, RealWorker):
             number of processes that N does not divide; a module in shards without an ``island``,
             or with ``elastic``, ``RadialDirectional``, a loss scaler or another ``state`` than
             ``"full"``; in the first step, any optimizer that communicates.
-        RuntimeError: after ten lost rounds in a row; a parameter that was unfrozen, added or
-            replaced after the fit began.
+        RuntimeError: after ten lost rounds in a row; a parameter that was unfrozen, added,
+            replaced or cast after the fit began; a step of its weights that the Trainer does not
+            make, or by another optimizer.
 
     Warns:
         UserWarning: a round whose result is not finite: its steps are lost on all workers, errors
-            are as before. A sparsifier with fewer rounds than 1/density; a plateau scheduler whose
+            are as before. A sparsifier with fewer rounds than 1/density; a run without a round;
+            ``every`` steps without a gradient; a plateau scheduler whose
             metric differs between workers.
 
     Example:

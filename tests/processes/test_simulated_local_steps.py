@@ -70,7 +70,69 @@ class Taught(Adam):
         return loss
 
 
+class Adapts(torch.optim.SGD):
+    """Estimates its step size as Prodigy does, and keeps it in its group."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.param_groups[0] |= {"d": 0.01, "seen": torch.zeros(())}
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        (group,) = self.param_groups
+        grads = [param.grad for param in group["params"] if param.grad is not None]
+        group["seen"] += torch.stack([grad.norm() for grad in grads]).sum()
+        group["d"] = max(group["d"], 0.01 * float(group["seen"]))
+        for grad in grads:
+            grad.mul_(group["d"])
+        super().step()
+        return loss
+
+
+class Counts(Adapts):
+    """Keeps a number of its own, and moments in an optimizer that it holds."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.norm = 0.0
+        self.inner = torch.optim.AdamW(self.param_groups[0]["params"], lr=0.001)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.norm += float(self.param_groups[0]["params"][0].grad.norm())
+        self.inner.param_groups[0]["lr"] = 0.001 * self.norm
+        self.inner.step()
+        return loss
+
+
+class Adapting(Adam):
+    """Has an optimizer that adapts numbers, at a rate that falls."""
+
+    kind: Any = Adapts
+
+    def configure_optimizers(self) -> Any:
+        adapting = self.kind(self.parameters())
+        falling = torch.optim.lr_scheduler.ExponentialLR(adapting, 0.9)
+        return [adapting], [{"scheduler": falling, "interval": "step"}]
+
+
+class Counting(Adapting):
+    kind = Counts
+
+
+class Conflicting(Adapting):
+    """Its optimizer sets the learning rate, and so does the scheduler."""
+
+    class kind(Adapts):  # noqa: N801 - an attribute
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            self.param_groups[0]["lr"] *= 1.0 + float(self.param_groups[0]["d"])
+            return loss
+
+
 CASES: dict[str, dict[str, Any]] = {
+    "adapting": {"module": Adapting, "options": {"every": 3}},
+    "counting, growing": {"module": Counting, "options": {"every": GrowingRounds(0.2, 2)}},
     "sparse": {"module": Adam, "options": {"every": 4}},
     "clipped, accumulated, delayed": {
         "module": Adam,
@@ -98,6 +160,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rounds": {"options": {"controller": RoundSchedule((3, 1, 5), levels=Schedule((0.2, 0.05)))}},
 }
 RESUMED: dict[str, dict[str, Any]] = {
+    "an adapted number": {"module": Adapting, "options": {"every": 4}},
     "within a round": {"module": Adam, "options": {"every": 4}},
     "an exchange under way": {
         "module": Adam,
@@ -127,6 +190,13 @@ def test_equal_to_real_workers() -> None:
         assert us["rounds"] == [run["rounds"][0] for run in them], name
         for ours, theirs in zip(us["buffers"], them[0]["buffers"], strict=True):
             assert np.array_equal(ours, theirs), name
+
+
+def test_what_simulated_workers_cannot_have_of_their_own_is_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"adapts 'lr' in its steps, and a scheduler or callback"
+    ):
+        simulated(2, whole({"module": Conflicting, "options": {"every": 4}}))
 
 
 def run(kind: str, folder: Path, case: dict[str, Any], **more: Any) -> dict[str, Any]:

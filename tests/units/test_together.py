@@ -205,6 +205,10 @@ def of(kind: Any, model: nn.Module) -> Any:
             "has 2 parameter groups, but the state to load has 1",
         ),
         (
+            lambda m: Together(parts(m)[::-1]).load_state_dict(Together(parts(m)).state_dict()),
+            "in the order in which they were saved",
+        ),
+        (
             lambda m: (lambda t: (t.step(), t.state_dict()))(Together([of(Keeps, m)])),
             "Keeps keeps 'steps', which",
         ),

@@ -96,8 +96,9 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
     Raises:
         ValueError: what ``LocalStepsStrategy`` or ``SimulatedDDPStrategy`` refuses; at fit start, a
             loss scaler, as with ``precision="16-mixed"``.
-        RuntimeError: an optimizer that calls its closure several times; a collective, such as
-            ``self.all_gather``, called by the user within a step.
+        RuntimeError: an optimizer that calls its closure several times; one that adapts a number
+            which a scheduler sets too; a collective, such as ``self.all_gather``, called by the
+            user within a step.
 
     Example:
         >>> from lightning_gc import QSGD, SimulatedLocalStepsStrategy
