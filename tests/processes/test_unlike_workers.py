@@ -14,6 +14,7 @@ from lightning_gc.core import message
 from lightning_gc.exchange import Synchronizer, Workers, configure, kernel_compilation
 from lightning_gc.kernels import dispatch
 from lightning_gc.transports import distributed
+from lightning_gc.transports.base import lengths_of
 from tests.support.processes import run_in_processes
 
 pytestmark = pytest.mark.processes
@@ -61,7 +62,7 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
         if worker == 1 and differs == "format":
             patch.setattr(distributed, "FORMAT", 3)
         if worker == 1 and differs == "former format":  # without a number, and with other padding
-            patch.setattr(distributed, "_announcement", distributed.lengths_of)
+            patch.setattr(distributed, "_announcement", lengths_of)
             patch.setattr(distributed, "_lengths_in", lambda announced, sender: announced)
             patch.setattr(message, "ALIGNMENT", 8)
         if worker == 1 and differs == "device":

@@ -22,7 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gc.core import elias_fano
-from lightning_gc.core.message import ALIGNMENT, Message, Packed, evenly, packed, reserve, storage_of
+from lightning_gc.core.message import (
+    ALIGNMENT,
+    Message,
+    Packed,
+    evenly,
+    packed,
+    reserve,
+    storage_of,
+)
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.casts import from_half, to_half
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
