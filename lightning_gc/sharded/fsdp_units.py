@@ -269,7 +269,8 @@ class Unit:
     def pieces(self) -> list[Piece]:
         """Return the pieces of all parameters that are trained now, in their order.
 
-        A parameter without elements has none. Each has as many elements as the largest shard, padding at its end.
+        A parameter without elements has none. Each has as many elements as the largest shard,
+        padding at its end.
         """
         found, start = [], 0
         for each in self._group.fsdp_params:

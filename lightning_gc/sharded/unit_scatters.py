@@ -216,9 +216,10 @@ class UnitScatters:
 
     Communication pattern:
         One all-to-all for each reduce-scatter of FSDP2, in its order: units as the backward pass
-        finishes them. If ``numbers`` are verified, the unit's number is gathered before it. With ``Identity`` it is a reduce-scatter. A unit that no rank has used yet is
-        left out, as FSDP2 leaves it out; one that is reduced twice in a pass draws the same random
-        numbers twice, unbiased as ever.
+        finishes them. With ``Identity`` it is a reduce-scatter. If ``numbers`` are verified, the
+        unit's number is gathered before it. A unit that no rank has used yet is left out, as FSDP2
+        leaves it out; one that is reduced twice in a pass draws the same random numbers twice,
+        unbiased as ever.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def swapped(worker: int, workers: int) -> None:
     for sender, (own,) in enumerate(transport.fulfil(Exchange(ragged, (PIECE,)))):
         assert torch.equal(own, values(sender, worker, LENGTHS[(worker + sender) % 4]))
     others = [LENGTHS[(worker + i) % 4] for i in range(workers) if i != worker]
-    assert transport.sent_bytes - before == sum(-(-n // 2) * 8 + 8 + 8 for n in others)
+    assert transport.sent_bytes - before == sum(-(-(4 * n + 8) // 16) * 16 + 8 for n in others)
     dist.destroy_process_group()
 
 

@@ -75,13 +75,17 @@ def fits(rank: int, ranks: int, folder: str, ways: dict[str, Any]) -> dict[str, 
     for way, (strategy, (plain, empty)) in ways.items():
         path = str(Path(folder, f"{way}.ckpt"))
 
-        def fit(module: Any, epochs: int, save: str = "", resume: Any = None) -> Any:
-            settings = {"max_epochs": epochs, "callbacks": [Resumed(save)], "resume": resume}
-            return fit_sharded(rank, strategy(), module=module, ranks=ranks, **settings)
-
+        fit = partial(fit_of, rank, ranks, strategy)
         fit(empty, 1, save=path)
         found[way] = [fit(plain, 2), fit(empty, 2), fit(empty, 2, resume=path)]
     return found
+
+
+def fit_of(
+    rank: int, ranks: int, strategy: Any, module: Any, epochs: int, save: str = "", **resume: str
+) -> dict[str, Any]:
+    settings = {"max_epochs": epochs, "callbacks": [Resumed(save)], **resume}
+    return fit_sharded(rank, strategy(), module=module, ranks=ranks, **settings)
 
 
 def check(found: dict[str, Any]) -> None:

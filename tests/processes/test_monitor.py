@@ -84,9 +84,9 @@ def train(worker: int, folder: str, kind: str, accumulate: int = 1) -> dict[str,
 
 # Per step and worker at W = 2: a message of 50 values of 4 bytes and 50 coded positions, of which
 # 6 bits are stored as they are and the rest in a bitmap, the 50 biases and the guard's flag, padded
-# to 8 bytes.
+# to 16 bytes.
 CODED = -(-50 * 6 // 8) + -(-(50 + (4999 >> 6) + 1) // 8)
-WIRE = -(-(50 * 4 + CODED + (50 + 1) * 4) // 8) * 8
+WIRE = -(-(50 * 4 + CODED + (50 + 1) * 4) // 16) * 16
 
 
 def test_csv_and_callback_metrics(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from lightning_gc.lightning.fabric_for_pytorch_lightning import CompressedFabric
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
 from lightning_gc.local_steps.rendezvous import Rendezvous
 from lightning_gc.transports import distributed
+from lightning_gc.transports.base import lengths_of
 from tests.support.fitting import fit
 from tests.support.local_steps import Learner, local
 from tests.support.models import own_batches
@@ -75,7 +76,7 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
         if worker == 1 and differs == "format":
             patch.setattr(distributed, "FORMAT", 3)
         if worker == 1 and differs == "former format":  # without a number, and with other padding
-            patch.setattr(distributed, "_announcement", distributed.lengths_of)
+            patch.setattr(distributed, "_announcement", lengths_of)
             patch.setattr(distributed, "_lengths_in", lambda announced, sender: announced)
             patch.setattr(message, "ALIGNMENT", 8)
         if worker == 1 and differs == "device":

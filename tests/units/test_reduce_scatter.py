@@ -129,7 +129,7 @@ def test_what_goes_dense_costs_a_reduce_scatter(dtype: torch.dtype) -> None:
         shards, sent = scattered(every, grads)
         whole = sum(SIZES) * dtype.itemsize
         assert reduce_scatter_bytes(whole, WORKERS) == every[0].dense_bytes(whole)
-        # A flag of 4 bytes for each other worker, and padding to 8, where gradients are guarded.
+        # A flag of 4 bytes for each other worker, and padding to 16, where gradients are guarded.
         assert 0 <= sent - reduce_scatter_bytes(whole, WORKERS) <= 16 * (WORKERS - 1)
         for ours, theirs in zip(shards, expected(grads), strict=True):
             torch.testing.assert_close(ours, theirs.to(dtype))

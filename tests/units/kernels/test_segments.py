@@ -60,6 +60,17 @@ def test_moves(how: str, lengths: list[int]) -> None:
         assert all(same(a, b) for a, b in zip(ours, wanted, strict=True)), name
 
 
+@pytest.mark.usefixtures("poisoned")
+def test_a_message_ends_in_zeros() -> None:
+    from lightning_gc.kernels.gpu import casts
+    from lightning_gc.kernels.gpu.segments import sample
+
+    numbers = here(torch.arange(1000.0))
+    payload = casts.encode(numbers, torch.bfloat16, sample(numbers))
+    assert payload.layout.padding == 12
+    assert not payload.padding.any()
+
+
 @pytest.mark.parametrize("numel", [2, 2048, 5000])
 def test_silence_and_clean(numel: int) -> None:
     segments = layout([1, numel - 1])

@@ -189,7 +189,7 @@ def test_limits_of_size_are_of_whole_parameters() -> None:
 
 
 def test_memory_is_what_fsdp2_asks_for() -> None:
-    scatter, gather = UnitScatter(None, {}, print), UnitGather([], None)  # type: ignore[arg-type]
+    scatter, gather = UnitScatter(None, {}, print), UnitGather("", [], None)  # type: ignore[arg-type]
     for comm in (scatter, gather):
         made = comm.allocate((6,), dtype=torch.bfloat16, device=torch.device("cpu"))
         assert (made.shape, made.dtype) == ((6,), torch.bfloat16)
