@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -18,6 +18,7 @@ from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.yaml_config import YAMLBuild
 from lightning_gc.transports.distributed import Distributed
+from lightning_gc.transports.interfaces import named_interface
 from lightning_gc.transports.peer_error import PeerError, is_from_backend
 
 _HOW = """torchrun --nproc-per-node 2 -m lightning_gc {command} config.yaml
@@ -224,6 +225,8 @@ def process_group(
 ) -> Iterator[None]:
     """Create the default process group, check that workers agree, and destroy it at the end.
 
+    Gloo uses the interface that leads to worker 0 if it would announce a loopback address.
+
     Args:
         setup: with backend and timeout.
         device: this worker's.
@@ -234,11 +237,16 @@ def process_group(
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(setup.backend, timeout=setup.timeout)
-    same = {**agreed, "the file's sections": repr(dict(setup.build.sections))}
-    check_agreement(same, Distributed(), device)
-    before = signal.getsignal(signal.SIGTERM)
-    yield
+    named: AbstractContextManager[None] = nullcontext()
+    if setup.backend == "gloo" and setup.worker.local_world_size < setup.worker.world_size:
+        say = print_line if setup.worker.local_rank == 0 else lambda text: None
+        named = named_interface(os.environ["MASTER_ADDR"], say)
+    with named:
+        dist.init_process_group(setup.backend, timeout=setup.timeout)
+        same = {**agreed, "the file's sections": repr(dict(setup.build.sections))}
+        check_agreement(same, Distributed(), device)
+        before = signal.getsignal(signal.SIGTERM)
+        yield
     # Not after an error: destroying the group would wait for dead workers.
     signal.signal(signal.SIGTERM, before)
     dist.destroy_process_group()

@@ -36,7 +36,6 @@ from lightning_gc.lightning.workarounds import (
     sigterm_exception,
     unshare,
     warn_of_blocking_waits,
-    warn_of_loopback,
 )
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -352,9 +351,6 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
 
     def setup_distributed(self) -> None:
         """Join the other workers with a timeout of at least a minute, then set the user's."""
-        on_cpu = self.root_device.type == "cpu"
-        if self.num_nodes > 1 and (on_cpu or "gloo" in (self.process_group_backend or "")):
-            warn_of_loopback(self.cluster_environment.main_address)
         with self._patiently():
             super().setup_distributed()
 

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,14 +17,10 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_gc.exchange import JOINING
-from lightning_gc.flavours import refuse_other_package
+from lightning_gc.flavours import package_of, refuse_other_package
 from lightning_gc.lightning.api import StrategyAPI
-from lightning_gc.transports.peer_error import (
-    SET_INTERFACE,
-    is_from_backend,
-    naming_peers,
-    peers_in_words,
-)
+from lightning_gc.transports.interfaces import named_interface
+from lightning_gc.transports.peer_error import is_from_backend, naming_peers, peers_in_words
 
 _LIGHTNING = "what Lightning shares between workers: metrics, decisions, paths of checkpoints"
 _STEP = "a collective of DDP's, of Lightning's or of the module's own"
@@ -100,33 +95,6 @@ def warn_of_blocking_waits(trainer: Any) -> None:
             f"{_BLOCKING}; the watchdog then ends them after the timeout.",
             stacklevel=2,
         )
-
-
-def warn_of_loopback(main_address: str) -> None:
-    """Warn if Gloo announces the loopback interface to other machines, and workers would hang.
-
-    Gloo takes the address of the machine's name. Debian gives that name 127.0.1.1.
-
-    Args:
-        main_address: of worker 0. On the loopback interface itself all workers share a machine.
-    """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    own, main = _address(socket.gethostname()), _address(main_address)
-    if own.startswith("127.") and not main.startswith("127."):
-        warnings.warn(
-            f"The name of this machine, {socket.gethostname()}, has the address {own}. Gloo "
-            f"announces it to the other machines, which cannot reach it. {SET_INTERFACE}",
-            stacklevel=2,
-        )
-
-
-def _address(host: str) -> str:
-    """Return a host's IPv4 address, or the loopback address if it has none, as Gloo does."""
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        return "127.0.0.1"
 
 
 GRACE = 10.0  # seconds for a child to report its own error
@@ -221,12 +189,15 @@ def _replace(owner: Any, name: str, method: Callable[..., None]) -> Callable[[],
 class Joining(StrategyAPI):
     """Mixin, before a strategy of Lightning's, that has ``_timeout``."""
 
+    _interface: contextlib.ExitStack | None = None
+
     @contextlib.contextmanager
     def _patiently(self) -> Iterator[None]:
         """Join with a timeout of at least a minute, then set the user's.
 
         Startup takes workers differently long, often longer than a timeout for a silent peer.
         """
+        self._name_interface()
         timeout = self._timeout
         if timeout is None or timeout >= JOINING:
             yield
@@ -237,6 +208,24 @@ class Joining(StrategyAPI):
         finally:
             self._timeout = timeout
         _set_pg_timeout(timeout)
+
+    def _name_interface(self) -> None:
+        """Until ``teardown``, let Gloo use the interface that leads to worker 0."""
+        on_cpu = self.root_device.type == "cpu"
+        if self.num_nodes == 1 or not (on_cpu or "gloo" in (self.process_group_backend or "")):
+            return
+        # Lightning's own logger: it has a handler. One line for each machine is enough.
+        logger = logging.getLogger(package_of(type(self)))
+        say = logger.info if self.cluster_environment.local_rank() == 0 else logger.debug
+        self._interface = contextlib.ExitStack()
+        main = self.cluster_environment.main_address
+        self._interface.enter_context(named_interface(main, say))
+
+    def teardown(self) -> None:
+        if self._interface is not None:
+            self._interface.close()
+        self._interface = None
+        super().teardown()
 
 
 class FirstCallback:

@@ -36,7 +36,7 @@ from lightning_gc.exchange.validation import MODEL, digest_of, refuse_unknown_de
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.local_steps.channel import Seal
 from lightning_gc.local_steps.local_rounds import LocalRounds
-from lightning_gc.local_steps.rendezvous import Line, address_towards, host_and_port
+from lightning_gc.local_steps.rendezvous import Line, host_and_port
 from lightning_gc.local_steps.roll import (
     Called,
     Do,
@@ -62,6 +62,7 @@ from lightning_gc.local_steps.snapshot import (
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.base import Transport
 from lightning_gc.transports.distributed import Distributed
+from lightning_gc.transports.interfaces import address_towards, named_interface
 from lightning_gc.transports.island import ALONE, Island, IslandError, Seat
 from lightning_gc.transports.peer_error import PeerError, is_from_backend
 
@@ -253,8 +254,9 @@ class ElasticExchange:
         settings = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
         self._member = Member(Report(""))
         self._unread: Entry | None = None  # of the log
-        self._line: Line | None = None  # rank 0's, as the door is
+        self._line: Line | None = None  # rank 0's, as the door and Gloo's interface are
         self._door: Door | None = None
+        self._interface = ExitStack()
         try:
             self._member = Member(
                 Report.read(self.island.say(partial(self._open, settings, wanted)))
@@ -271,6 +273,7 @@ class ElasticExchange:
         roll = None if elastic.roll is None else Path(elastic.roll)
         self._line = Line(host, port, elastic.secret, roll)
         own = elastic.address or address_towards(host, port)
+        self._interface.enter_context(named_interface(elastic.address or host, _log.warning))
         ports = elastic.ports and range(elastic.ports[0], elastic.ports[1] + 1)
         door = (own, ports or (), self._seal, self._most, float(elastic.timeout), self._answer)
         self._door = Door(*door)
@@ -727,6 +730,7 @@ class ElasticExchange:
             self._line.close()
         if self._door is not None:
             self._door.close()
+        self._interface.close()
         self.island.close()
 
     def _settle(self) -> None:

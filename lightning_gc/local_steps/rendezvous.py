@@ -47,6 +47,7 @@ from lightning_gc.local_steps.roll import (
     line_of,
     read_lines,
 )
+from lightning_gc.transports.interfaces import is_bindable
 
 _log = logging.getLogger(__name__)
 KEPT = 4096
@@ -529,20 +530,10 @@ class Line:
 def _is_here(host: str) -> bool:
     """Return whether a host's address is one of this machine's."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
+        family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     except OSError:
         return False
-    return True
-
-
-def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the way to another one."""
-    family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(there)
-        return str(probe.getsockname()[0])
+    return is_bindable(family, place)
 
 
 @dataclass

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-SET_INTERFACE = (
-    "On every machine, set GLOO_SOCKET_IFNAME to the interface that joins the machines, such as "
-    "eth0. `ip address` lists the names."
-)
+from lightning_gc.transports import interfaces
+
 _SIGNS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
 
 
@@ -71,7 +69,7 @@ def peers_in_words(
     if "connectFullMesh" in str(error):  # Gloo's words while it makes a process group
         return (
             f"Worker {worker} could not connect to {peers}{when}. One of them has died, or Gloo "
-            f"announces an address that this machine cannot reach. {SET_INTERFACE}"
+            f"announces an address that this machine cannot reach. {interfaces.advice()}"
         )
     return (
         f"Worker {worker}: {operation} with {peers} failed{when}. "
