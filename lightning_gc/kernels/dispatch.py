@@ -76,6 +76,17 @@ def numba_in_words() -> str:
     return "used" if _numba_works("low_rank") else "not used"
 
 
+def uncompiled() -> list[str]:
+    """Return the families of numba's kernels that are compiled when they are first used.
+
+    Without numba these are all: torch's operations are used.
+    """
+    from lightning_gc.kernels import host
+
+    found = find_spec("numba") is not None
+    return [family for family in host.FAMILIES if not (found and host.is_on_disk(family))]
+
+
 def _one(device: torch.device) -> Tensor:
     return torch.ones(1, dtype=torch.float32, device=device)
 

@@ -5,8 +5,22 @@ Compiled code is kept on disk. A family's ``ATTEMPTS`` is as in ``kernels.gpu``.
 """
 
 import importlib
+from pathlib import Path
 
 import torch
+
+FAMILIES = ("blocks", "casts", "levels", "low_rank", "segments", "signs", "sparse")
+"""The modules with kernels."""
+
+
+def is_on_disk(family: str) -> bool:
+    """Return whether numba has kept compiled code of a family that is newer than its source."""
+    module = importlib.import_module(f"{__name__}.{family}")
+    kernels = [each for each in vars(module).values() if hasattr(each, "py_func")]
+    source = Path(str(module.__file__)).stat().st_mtime
+    folders = {Path(each.stats.cache_path) for each in kernels}
+    kept = (each for folder in folders for each in folder.glob(f"{family}.*.nbi"))
+    return any(each.stat().st_mtime >= source for each in kept)
 
 
 def self_test(family: str) -> None:
