@@ -191,7 +191,8 @@ PORT = 29500
 
 def _facts(text: bytes) -> Facts:
     lines = text.decode(errors="replace").splitlines()
-    return {name: value for name, _, value in (line.partition("\t") for line in lines)}
+    pairs = (line.partition("\t") for line in lines)
+    return {name: "".join(filter(str.isprintable, value)) for name, _, value in pairs}
 
 
 def own_addresses() -> list[str]:
@@ -252,7 +253,7 @@ def visit(place: str, token: str) -> str:
             return f"{min(_echo(link) for _ in range(ECHOES)):.9f}"
     except TimeoutError:
         return "no answer"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:  # of a place that is none, too
         return getattr(error, "strerror", None) or str(error) or "it hangs up"
 
 

@@ -103,8 +103,15 @@ def test_a_port_that_is_not_reached(changed: dict[str, str], ends: str) -> None:
 
 
 def test_what_another_machine_tells_is_not_trusted() -> None:
-    found = findings([FACTS, {"torch": "2.13.0"}], [{"1": "nan"}, {}])
+    found = findings([FACTS, {check.WAY: "junk"}], [{"1": "nan"}, {}])
     assert [each.stops for each in found].count(True) >= 4
+    assert meeting._facts(b"torch\t2\x1b[2J.0\nno tab\n\xff\t1") == {
+        "torch": "2[2J.0",
+        "no tab": "",
+        "\ufffd": "1",
+    }
+    for place in ("", "127.0.0.1", "127.0.0.1 x", "127.0.0.1 99999", "no-one.invalid 80"):
+        assert not check._is_number(visit(place, "token"))
 
 
 def test_findings_are_first_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
