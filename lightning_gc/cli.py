@@ -1,4 +1,4 @@
-"""Run the command ``lightning-gc``: tune, report, fit, schema, bench, advise, list, rendezvous."""
+"""Run ``lightning-gc``: tune, report, fit, schema, bench, advise, check, list, rendezvous."""
 
 import argparse
 import json
@@ -117,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--wide", action="store_true", help="tables of all declarations, also the ranges to tune")
     add("--markdown", action="store_true", help="tables in Markdown, as in the documentation")
     _add_bench_and_advise(command, methods)
+    _add_check(command)
     add = command(
         _rendezvous,
         "where the workers of elastic local steps meet",
@@ -186,6 +187,22 @@ def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], metho
     add("--step-ms", type=float, metavar="MS", help="time of a step on one worker, in ms")
     add("--latency-us", type=float, metavar="US", help="of a message, in µs (default: 50)")
     add("--gpu", action="store_true", help="the workers are GPUs (default: CPUs)")
+
+
+def _add_check(command: Callable[..., argparse.ArgumentParser]) -> None:
+    add = command(
+        _check,
+        "whether two or more machines can train together, before they do",
+        "Check names, interfaces, ports, versions, kernels and the link between machines, and say "
+        "how to mend what is found. Start it on each machine, with these options or by torchrun. "
+        "Without options it checks this machine only.",
+    ).add_argument
+    add("--nnodes", type=int, metavar="N", help="number of machines")
+    add("--node-rank", type=int, metavar="K", help="number of this machine, from 0 on")
+    add("--master-addr", metavar="HOST", help="address of machine 0")
+    add("--master-port", type=int, default=29500, help="a free port of it (default: %(default)s)")
+    wait = "seconds for the other machines to start (default: %(default)s)"
+    add("--wait", type=float, default=60, help=wait)
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -281,6 +298,12 @@ def _advise(options: argparse.Namespace) -> int:
 
     run(options)
     return OK
+
+
+def _check(options: argparse.Namespace) -> int:
+    from lightning_gc.advice.check import check
+
+    return OK if check(options) else FAILED
 
 
 def _rendezvous(options: argparse.Namespace) -> int:

@@ -155,14 +155,16 @@ class Probe:
     seconds: float
 
 
-def probe(transport: Distributed, device: torch.device) -> dict[str, list[Probe]]:
-    """Time every kind of request; return the probes by kind, equal on all workers.
+def probe(
+    transport: Distributed, device: torch.device, kinds: Sequence[str] = KINDS
+) -> dict[str, list[Probe]]:
+    """Time these kinds of requests; return the probes by kind, equal on all workers.
 
     Communication pattern:
         Three to six requests of each kind and size. Before and after each request, an all-gather
         of one number: the seconds that the request took each worker.
     """
-    return {kind: list(_of_kind(kind, transport, device)) for kind in KINDS}
+    return {kind: list(_of_kind(kind, transport, device)) for kind in kinds}
 
 
 def _of_kind(kind: str, transport: Distributed, device: torch.device) -> Iterator[Probe]:
@@ -245,6 +247,18 @@ def fit_all(probes: dict[str, list[Probe]]) -> LinkByKind:
     """Return the fitted link of each kind of request."""
     mean, gather, exchange = (fit(probes[kind]) for kind in KINDS)
     return LinkByKind(mean, gather, exchange)
+
+
+def sustained(probes: Sequence[Probe]) -> float:
+    """Return 10⁹ bits per second between large requests; latency and buffers cancel.
+
+    Args:
+        probes: in ascending order of size, three or more.
+    """
+    less, most = probes[-3], probes[-1]
+    if most.seconds > less.seconds:
+        return 8e-9 * (most.nbytes - less.nbytes) / (most.seconds - less.seconds)
+    return 8e-9 * most.nbytes / most.seconds
 
 
 def off_by(probes: Sequence[Probe], link: Link) -> float:

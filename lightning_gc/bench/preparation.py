@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from lightning_gc.core.text_table import print_line as print_line
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.yaml_config import YAMLBuild
@@ -264,9 +265,3 @@ def explained() -> Iterator[None]:
         if not error.other_worker:
             traceback.print_exception(error.__cause__)
         raise
-
-
-def print_line(text: str) -> None:
-    """Print a line and flush."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()

@@ -1,6 +1,7 @@
 """Format numbers of bytes, and tables of text cells as Markdown or for a terminal."""
 
 import itertools
+import sys
 import textwrap
 from collections.abc import Collection, Sequence
 
@@ -66,3 +67,9 @@ def human_bytes(nbytes: float) -> str:
     while nbytes >= 999.5 and len(units) > 1:
         nbytes, units = nbytes / 1000, units[1:]
     return f"{nbytes:.3g} {units[0]}"
+
+
+def print_line(text: str) -> None:
+    """Print a line and flush."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from lightning_gc.core.notices import say, waiting
 
 ROUNDED = frozenset({"low_rank"})
 """Families whose kernels equal torch's operations up to rounding."""
+_SOURCES = Path(__file__).with_name("host")
 _watched: set[str] | None = None
 _SLOW = 2.0  # seconds after which a compilation is said
 _POLL = 0.2  # seconds between two looks at another process
@@ -222,6 +224,13 @@ def _is_compiled(family: str) -> bool:
         return True
 
 
+def uncompiled() -> list[str]:
+    """Return numba's families that are not compiled on this machine yet; without numba all."""
+    found = find_spec("numba") is not None
+    names = [module.name for module in pkgutil.iter_modules([str(_SOURCES)])]
+    return [family for family in names if not (found and _is_compiled(family))]
+
+
 def _mark(family: str) -> Path:
     return _folder() / f"{family}.{_key()}.compiled"
 
@@ -240,8 +249,8 @@ def _key() -> str:
     import numba
     from llvmlite import binding
 
-    sources = Path(__file__).with_name("host").glob("*.py")
-    stamps = [(s.name, s.stat().st_mtime, s.stat().st_size) for s in sorted(sources)]
+    sources = sorted(_SOURCES.glob("*.py"))
+    stamps = [(s.name, s.stat().st_mtime, s.stat().st_size) for s in sources]
     features = binding.get_host_cpu_features().flatten()
     said = repr((numba.__version__, binding.get_host_cpu_name(), features, sys.version, stamps))
     return hashlib.sha256(said.encode()).hexdigest()[:16]

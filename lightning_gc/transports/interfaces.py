@@ -181,7 +181,9 @@ _Entry._fields_ = [
 
 def interfaces() -> Interfaces:
     """Return the addresses of this machine, of version 4 and 6; none where C has no getifaddrs."""
-    libc = ctypes.CDLL(None) if os.name == "posix" else None
+    if os.name != "posix":
+        return []
+    libc = ctypes.CDLL(None)
     if not hasattr(libc, "getifaddrs"):
         return []
     first = ctypes.POINTER(_Entry)()
@@ -193,6 +195,10 @@ def interfaces() -> Interfaces:
         libc.freeifaddrs(first)
 
 
+_PLACES = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
+"""Family -> first byte and size of the address in C's ``struct sockaddr``."""
+
+
 def _addresses(entry: ctypes._Pointer[_Entry]) -> Iterator[tuple[str, str]]:
     while entry:
         found = entry.contents
@@ -200,7 +206,7 @@ def _addresses(entry: ctypes._Pointer[_Entry]) -> Iterator[tuple[str, str]]:
             # Linux has the family in two bytes, BSD and macOS a length and then the family.
             head = ctypes.string_at(found.address, 2)
             family = int.from_bytes(head, sys.byteorder) if sys.platform == "linux" else head[1]
-            begins, size = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}.get(family, (0, 0))
+            begins, size = _PLACES.get(family, (0, 0))
             if size:
                 data = ctypes.string_at(found.address + begins, size)
                 yield found.name.decode(), str(ipaddress.ip_address(data))

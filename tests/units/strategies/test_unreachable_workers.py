@@ -128,7 +128,7 @@ class Strategy:
         self.ended = True
 
 
-class Joins(Joining, Strategy):
+class Joins(Joining, Strategy):  # type: ignore[misc]
     """A strategy."""
 
 

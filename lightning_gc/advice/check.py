@@ -1,0 +1,383 @@
+"""Check machines before a training: names, interfaces, ports, versions, kernels and the link."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import os
+import platform
+import shutil
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+import lightning_gc
+from lightning_gc.advice.alpha_beta import Link, probe, sustained
+from lightning_gc.advice.meeting import (
+    PORT,
+    Door,
+    Facts,
+    NotMet,
+    Party,
+    own_addresses,
+    visit_all,
+)
+from lightning_gc.compressors import Identity
+from lightning_gc.core import text_table
+from lightning_gc.core.text_table import print_line
+from lightning_gc.exchange.kernel_compilation import compile_kernels
+from lightning_gc.exchange.validation import FIXES
+from lightning_gc.exchange.workers import configure
+from lightning_gc.kernels import families
+from lightning_gc.transports.distributed import Distributed
+from lightning_gc.transports.interfaces import (
+    VARIABLE,
+    how_to_name,
+    interfaces,
+    named_interface,
+    way_to,
+)
+from lightning_gc.transports.peer_error import naming_peers
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to mend.
+
+    Attributes:
+        text: what, and the fix.
+        stops: whether a training would not start, or be refused.
+    """
+
+    text: str
+    stops: bool = True
+
+
+SAME = {
+    "machines": "Give all machines the same --nnodes.",
+    "lightning_gc": "Install the same version on all machines.",
+    "wire format": "Messages would be read wrongly. Install the same lightning_gc on all machines.",
+    **{name: FIXES[name] for name in ("torch", "kernels", "vector instructions")},
+}
+"""Facts that must be equal on all machines -> the fix."""
+ROWS = (
+    *("host name", "way to machine 0", "Gloo announces", "Python", "torch", "Lightning"),
+    *("lightning_gc", "wire format", "vector instructions", "numba", "compiled kernels", "GPU"),
+)
+"""Facts that the page shows."""
+ANNOUNCED, WAY, OWN_NAME = "Gloo announces", "way to machine 0", "own name"
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+def check(options: argparse.Namespace) -> bool:
+    """Run the command on one machine; return whether a training can start.
+
+    Raises:
+        ValueError: an invalid option.
+    """
+    party = party_of(options)
+    if _TORCHRUN in os.environ and os.environ["LOCAL_RANK"] != "0":
+        return True  # the machine's first process speaks for it
+    if party is None:
+        return alone()
+    try:
+        return together(party)
+    except NotMet as error:
+        print_line(page([Finding(str(error))], []))
+        return False
+    except dist.DistError as error:  # the store's
+        print_line(page([Finding(f"Another machine has left. See its output. ({error})")], []))
+        return False
+
+
+def party_of(options: argparse.Namespace) -> Party | None:
+    """Return this machine's place, from the options or from torchrun; None if it is alone.
+
+    Raises:
+        ValueError: options that do not fit together.
+    """
+    names = {"--nnodes": options.nnodes, "--node-rank": options.node_rank}
+    names["--master-addr"] = options.master_addr
+    given = [name for name, value in names.items() if value is not None]
+    if not 1 <= options.wait < float("inf"):
+        raise ValueError(f"--wait {options.wait:g}: give 1 second or more, such as 60.")
+    if _TORCHRUN in os.environ:
+        if given:
+            raise ValueError(f"{given[0]}: torchrun has said it. Give it to torchrun only.")
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        rank, machines = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // local
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        party = Party(rank // local, machines, *place, rank == 0 and not agents, options.wait)
+        return party if machines > 1 else None
+    if not given or options.nnodes == 1:
+        return None
+    missing = sorted(names.keys() - given)
+    if missing:
+        raise ValueError(f"{', '.join(given)} needs also {' and '.join(missing)}.")
+    number, machines, port = options.node_rank, options.nnodes, options.master_port
+    if machines < 1:
+        raise ValueError(f"--nnodes {machines}: give the number of machines, such as 2.")
+    if not 0 <= number < machines:
+        raise ValueError(f"--node-rank {number}: give 0 to {machines - 1}, each on one machine.")
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"--master-port {port}: a port is a number from 1 to 65535.")
+    return Party(number, machines, options.master_addr, port, number == 0, options.wait)
+
+
+def alone() -> bool:
+    """Tell of this machine only, and how to check two."""
+    own = software() | {"host name": platform.node(), "addresses": ", ".join(own_addresses())}
+    found = list(findings([own], []))
+    print_line(page(found, [own]))
+    example = Party(0, 2, next(iter(own_addresses()), "10.0.0.1"), PORT, True, 0)
+    print_line(
+        f"Only this machine was checked. Start one line on each of two machines:\n"
+        f"  {example.command(0)}  # here\n  {example.command(1)}  # on the other one"
+    )
+    return not any(each.stops for each in found)
+
+
+def together(party: Party) -> bool:
+    """Meet the other machines, compare and measure; machine 0 prints the page.
+
+    Communication pattern:
+        Texts through machine 0's store. A connection of each machine to each other one. Then a
+        process group of Gloo, with the probe of the link.
+    """
+    if party.hosts:
+        commands = "".join(f"\n  {party.command(i)}" for i in party.others)
+        print_line(f"Waiting for the other machines. Start there:{commands}")
+    store = PrefixStore("lightning_gc check", party.store(print_line))
+    if store.add(f"number {party.number}", 1) > 1:
+        raise NotMet(
+            f"Another machine has --node-rank {party.number} too. Give each machine its own, from "
+            f"0 to {party.machines - 1}."
+        )
+    hidden: list[str] = []
+    with named_interface(party.address, hidden.append):
+        place = here(party)
+        door = Door(place[ANNOUNCED].partition(" ")[0])
+        own = place | {"door": door.place, "token": door.token, OWN_NAME: "".join(hidden)}
+        party.gather(store, "place", own, print_line)
+        told = party.gather(store, "facts", own | software(), print_line)
+        reached = party.gather(store, "reached", visit_all(party, told), print_line)
+        found = list(findings(told, reached))
+        link = ""
+        if not any(each.stops for each in found):
+            link = in_words(measured(store, party), reached)
+    door.close()
+    if party.number == 0:
+        print_line(page(found, told, link))
+    else:
+        print_line("Checked. The page is in machine 0's output.")
+    _leave(store, party)
+    return not any(each.stops for each in found)
+
+
+def _leave(store: Store, party: Party) -> None:
+    """Wait until machine 0 has printed its page, and it until the others know; then end."""
+    limit = time.monotonic() + 2.0
+    if party.number:
+        while not store.check(["printed"]) and time.monotonic() < limit:
+            time.sleep(0.02)
+        store.add("left", 1)
+        return
+    store.set("printed", "")
+    while store.add("left", 0) < len(party.others) and time.monotonic() < limit:
+        time.sleep(0.02)
+
+
+def here(party: Party) -> Facts:
+    """Return where this machine is in the network, quickly."""
+    way = way_to(party.address)
+    named = os.environ.get(VARIABLE)
+    own = [address for name, address in interfaces() if name == named]
+    if named is not None and not own:
+        names = ", ".join(sorted({name for name, _ in interfaces()}))
+        raise NotMet(
+            f"{VARIABLE}={named} is not an interface of this machine with an address. Choose from "
+            f"{names}."
+        )
+    announced = f"{own[0]} ({named})" if own else way.announced
+    return {
+        "host name": f"{way.host} ({way.announced})",
+        WAY: f"{way.own} ({way.interface})" if way.interface else way.own,
+        ANNOUNCED: announced,
+        "machines": str(party.machines),
+    }
+
+
+def software() -> Facts:
+    """Return versions and kernels, in a few seconds."""
+    from lightning_gc.methods import catalogue  # takes seconds: not before the machines meet
+
+    device = torch.device("cpu")
+    wire = hashlib.sha256(catalogue.markdown("wire").encode()).hexdigest()
+    lightning = sorted({_version("lightning"), _version("pytorch-lightning")} - {""})
+    numba, missing = _version("numba"), families.uncompiled()
+    found = {
+        "Python": platform.python_version(),
+        **compile_kernels(configure("lightning-gc check", Identity(), None, None, 0), device),
+        "Lightning": ", ".join(lightning) or "none",
+        "lightning_gc": lightning_gc.__version__,
+        "wire format": wire[:8],
+        "numba": numba or "none",
+        "compiled kernels": f"all but {', '.join(missing)}" if missing else "all",
+    }
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        found["GPU"] = f"{len(names)} x {names[0]}"
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def findings(told: Sequence[Facts], reached: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+    """Yield what is to be mended: what stops a training first.
+
+    Args:
+        told: facts of each machine.
+        reached: of each machine, other machine -> seconds of a round trip, or what is wrong.
+    """
+    for here, there in itertools.permutations(range(len(reached)), 2):
+        problem = reached[here].get(str(there), "no answer")
+        if not _is_number(problem):
+            yield Finding(_unreached(told, here, there, problem))
+    for name, fix in SAME.items():
+        expected = told[0].get(name, "nothing")
+        for machine, facts in enumerate(told):
+            value = facts.get(name, "nothing")
+            if value != expected:
+                yield Finding(
+                    f"Machine {machine} has {name} {value}, but machine 0 has {expected}. {fix}"
+                )
+    ways = [facts.get(WAY, "").partition(" ")[0] for facts in told if WAY in facts]
+    local = [way.startswith("127.") or way == "::1" for way in ways]
+    for machine, wrong in enumerate(local):
+        if wrong and not all(local):
+            yield Finding(
+                f"Machine {machine} takes {ways[machine]}, itself, for machine 0. Start all "
+                f"machines with machine 0's address in the network as --master-addr."
+            )
+    yield from _notes(told)
+
+
+def _notes(told: Sequence[Facts]) -> Iterator[Finding]:
+    for machine, facts in enumerate(told):
+        who = f"Machine {machine}" if len(told) > 1 else "This machine"
+        if facts.get(OWN_NAME):
+            name = facts.get(ANNOUNCED, "").partition("(")[2].rstrip(")")
+            yield Finding(
+                f"{who}: {facts[OWN_NAME]} The strategies of lightning_gc do the same. Plain DDP "
+                f"needs `export {VARIABLE}={name}`.",
+                stops=False,
+            )
+        if facts.get("numba") == "none":
+            yield Finding(
+                f"{who} has no numba, so QSGD and Cast take longer on CPUs, and all machines wait. "
+                f"Install it: pip install numba.",
+                stops=False,
+            )
+        elif facts.get("compiled kernels", "all") != "all":
+            yield Finding(
+                f"{who} has compiled {facts['compiled kernels']} of numba's kernels. A training "
+                f"compiles its own before the first step, for up to half a minute, and all "
+                f"machines wait.",
+                stops=False,
+            )
+    numbas = {facts.get("numba") == "none" for facts in told}
+    if len(numbas) > 1:
+        yield Finding(f"Methods of low rank, such as PowerSGD: {FIXES['numba']}", stops=False)
+
+
+def _unreached(told: Sequence[Facts], here: int, there: int, problem: str) -> str:
+    address, _, port = told[there].get("door", "").rpartition(" ")
+    text = (
+        f"Machine {here} does not reach port {port} of machine {there} at {address} ({problem}), "
+        f"the address that Gloo announces. "
+    )
+    way, _, interface = told[there].get(WAY, "").rstrip(")").partition(" (")
+    if way != address:
+        return text + (
+            f"Machine {there} is at {way}: there, run `export {VARIABLE}={interface}`."
+            if interface
+            else how_to_name(None)
+        )
+    return text + (
+        f"On machine {there}, allow all TCP ports from the other machines: each training chooses "
+        f"its own."
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) >= 0
+    except ValueError:
+        return False
+
+
+def measured(store: Store, party: Party) -> float:
+    """Return the link's 10⁹ bits per second, measured with Gloo as a training uses it."""
+    limit = timedelta(seconds=60)
+    group = PrefixStore("gloo", store)
+    me, machines = party.number, party.machines
+    with naming_peers("connection", "the check of the link", me, machines):
+        dist.init_process_group("gloo", timeout=limit, world_size=machines, rank=me, store=group)
+    transport = Distributed(purpose="the check of the link")
+    (probes,) = probe(transport, torch.device("cpu"), ("Exchange",)).values()
+    dist.destroy_process_group()
+    return sustained(probes)
+
+
+def in_words(gbps: float, reached: Sequence[Mapping[str, str]]) -> str:
+    """Describe the link, and how to learn whether compression pays on it."""
+    trips = [float(seconds) for each in reached for seconds in each.values()]
+    mbit = float(f"{1000 * gbps:.3g}")
+    return (
+        f"Link: {Link(mbit / 1000, 0)} of payload for each machine and direction; a round trip "
+        f"takes {1000 * max(trips):.3g} ms.\n"
+        f"Next: lightning-gc advise --params 124M --step-ms 45 --link {mbit:g}mbit --workers "
+        f"{len(reached)}, with your model's figures."
+    )
+
+
+def page(found: Sequence[Finding], told: Sequence[Facts], link: str = "") -> str:
+    """Return the text that is printed: findings first."""
+    width = shutil.get_terminal_size((100, 24)).columns
+    stops = sum(each.stops for each in found)
+    heads = [f"{stops} to mend before a training" if stops else "Nothing stops a training"]
+    heads += [f"{len(found) - stops} to know"] if len(found) > stops else []
+    lines = [f"{', '.join(heads)}."]
+    for each in sorted(found, key=lambda each: not each.stops):
+        mark = "STOP  " if each.stops else "note  "
+        lines.append(
+            textwrap.fill(
+                each.text,
+                width,
+                initial_indent=mark,
+                subsequent_indent=" " * 6,
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
+        )
+    if told:
+        columns = ("", *(f"machine {i}" for i in range(len(told))))
+        names = [name for name in (*ROWS, "addresses") if any(name in facts for facts in told)]
+        rows = [[name, *(facts.get(name, "none") for facts in told)] for name in names]
+        lines += ["", text_table.plain(columns, rows, width).rstrip()]
+    lines += ["", link] if link else []
+    return "\n".join(lines)
