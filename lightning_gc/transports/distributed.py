@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, MeanShard, Payload, Reply, Request
 from lightning_gc.core.message import FORMAT, Message, as_bytes, joined
+from lightning_gc.core.notices import waiting
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Transport,
@@ -275,7 +276,8 @@ MAX_TEXT = 1 << 24
 
 def gather_text(text: str, transport: Transport, device: torch.device) -> list[str]:
     """Return every worker's text, in worker order, without pickle."""
-    texts = transport.fulfil(Gather((_encoded(text, device),), (MAX_TEXT,)))
+    with waiting("Waiting for other workers to start"):
+        texts = transport.fulfil(Gather((_encoded(text, device),), (MAX_TEXT,)))
     return [_decoded(payload[0]) for payload in texts]
 
 

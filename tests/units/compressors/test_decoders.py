@@ -26,6 +26,7 @@ from lightning_gc.core.bit_packing import unpack
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.elias_fano import encode
 from lightning_gc.core.flow import Payload
+from lightning_gc.core.settings import short
 from lightning_gc.kernels import families
 from lightning_gc.testing.contracts import cases
 
@@ -162,7 +163,7 @@ def test_an_error_names_codec_sender_and_parameter(codec: Codec) -> None:
         ValueError, match=r"cannot decode what worker 3 sent for body.weight.*"
     ) as e:
         codec.receive((torch.ones(7),), X.clone(), 1.0, bucket, 3)
-    assert str(e.value).startswith(repr(codec))
+    assert str(e.value).startswith(short(codec))
     assert "..." in str(e.value)
     with pytest.raises(ValueError, match="the mean of all payloads"):
         codec.receive((torch.ones(7),), X.clone(), 1.0, bucket, None)

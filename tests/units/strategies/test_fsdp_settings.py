@@ -90,7 +90,7 @@ def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
 
 
 def test_the_former_name_of_gradients_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Write gradients=QSGD\(bits=8"):
+    with pytest.warns(DeprecationWarning, match=r"Write gradients=QSGD\(8\)"):
         strategy = CompressedFSDPStrategy(compressor=QSGD(8))
     assert strategy.compressor.method == QSGD(8)
 
