@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
+import errno
 import hashlib
 import hmac
+import json
 import logging
-import os
 import queue
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,15 +33,22 @@ from lightning_gc.local_steps.roll import (
     Verdict,
     entry_of,
     in_words,
-    line_of,
-    read_lines,
 )
+from lightning_gc.local_steps.roll_file import BusyError, RollFile, check_roll
 
 _log = logging.getLogger(__name__)
 KEPT = 4096
 """Number of entries of the log that the store keeps."""
 _STORE = timedelta(seconds=20)
 """How long the store may take for an answer."""
+PAUSE = 3.0
+"""Seconds without an answer, after which a worker serves in place of a rendezvous that has died."""
+TAKEN = 10.0
+"""Seconds in which ``lightning-gc rendezvous`` takes a port over from a worker."""
+_LAST_READ = 0.5
+"""Seconds in which others read what a rendezvous has decided last, before it ends."""
+_IN_FILE, _WANTED = "in file", "wanted"
+"""Places of the last round in the roll's file, and of a wish to take the port over."""
 
 
 class Seal:
@@ -99,29 +109,36 @@ class Rendezvous:
     Args:
         port: on which it listens, on all interfaces. 0: any free one.
         secret: that members share; None: everybody may take part.
-        roll: file to which a line is added for every committed round, before members are told. A
-            rendezvous that starts with it again continues its run. None: no file. A rendezvous that
-            starts again then knows only the commits that a living member has read.
+        roll: file to which a line is added for every committed round, before members are told, as
+            by ``RollFile``. A rendezvous that starts with it again continues its run. None: no
+            file. A rendezvous that starts again then knows only the commits that a living member
+            has read.
 
     Attributes:
         port: on which it listens.
 
     Raises:
-        RuntimeError: the port cannot be used.
-        ValueError: a line of the file is not a round.
+        RuntimeError: the port cannot be used, or another process writes the file.
+        ValueError: the file is not a roll.
     """
 
     def __init__(self, port: int, secret: str | None = None, roll: Path | None = None) -> None:
-        self._seal, self._file = Seal(secret), roll
+        self._seal, self._roll = Seal(secret), None
         self._store = TCPStore(
             "0.0.0.0", port, is_master=True, wait_for_workers=False, timeout=_STORE
         )
         self.port = int(self._store.port)
         self._term, self._said = secrets.token_hex(4), 0
-        self._written: list[Round | Ended] = []  # the last one counts
         self._ended = threading.Event()
         self._strangers = 0
-        keeper = Keeper(time.monotonic(), file=self._lines_of_file())
+        try:
+            self._roll = None if roll is None else RollFile(roll)
+        except BaseException:
+            del self._store  # and its port
+            raise
+        if self._roll is not None:
+            self._store.set(_IN_FILE, self._seal.closed(_IN_FILE, self._roll.end))
+        keeper = Keeper(time.monotonic(), file=() if self._roll is None else self._roll.found)
         self._thread = threading.Thread(
             target=self._keep, args=(keeper,), name="rendezvous", daemon=True
         )
@@ -134,17 +151,8 @@ class Rendezvous:
         atexit.unregister(self.close)
         self._ended.set()
         self._thread.join()
-        self.__dict__.pop("_store", None)
-
-    def _lines_of_file(self) -> list[Round | Ended]:
-        if self._file is None or not self._file.exists():
-            return []
-        text = self._file.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]
-        if whole != text:  # the rendezvous died while it wrote
-            os.truncate(self._file, len(whole))
-        self._written = list(read_lines(whole.decode(), str(self._file)))
-        return self._written
+        if self.__dict__.pop("_store", None) is not None and self._roll is not None:
+            self._roll.close()
 
     def _keep(self, keeper: Keeper) -> None:
         known: dict[str, bytes] = {}
@@ -170,8 +178,8 @@ class Rendezvous:
 
     def _say(self, entry: Entry) -> None:
         decided = entry.record if isinstance(entry, Verdict) else entry
-        if isinstance(decided, Round | Ended) and decided not in self._written[-1:]:
-            self._write(decided)
+        if isinstance(decided, Round | Ended) and self._roll is not None:
+            self._roll.append(decided, self._rounds_of_members)
         _log.info("%s", entry)
         place = f"log/{self._term}/{self._said}"
         self._store.set(place, self._seal.closed(place, in_words(entry)))
@@ -180,27 +188,16 @@ class Rendezvous:
         if self._said > KEPT:
             self._store.delete_key(f"log/{self._term}/{self._said - KEPT}")
 
-    def _write(self, decided: Round | Ended) -> None:
-        """Add a line to the file. Members are told afterwards, so a restart knows what they do."""
-        self._written = [decided]
-        if self._file is None:
-            return
-        before = self._file.stat().st_size if self._file.exists() else 0
-        try:
-            with self._file.open("a") as file:
-                file.write(line_of(decided))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            with contextlib.suppress(OSError):  # else the next line would follow a half one
-                os.truncate(self._file, before)
-            _log.warning(
-                "The rendezvous cannot write to %s (%s), so round %d is not in the roll. If it is "
-                "restarted now, it may not know of that round.",
-                self._file,
-                error,
-                decided.round,
-            )
+    def _rounds_of_members(self) -> Iterator[Round]:
+        """Yield the rounds of other rendezvous that members know."""
+        for slot in range(self._store.add("slots", 0)):
+            place = f"rounds/{slot}"
+            if self._store.check([place]):
+                try:
+                    said = self._seal.opened(place, self._store.get(place))
+                    yield from map(Round.of, json.loads(said))
+                except (ValueError, TypeError) as error:
+                    _log.warning("The rendezvous has ignored the rounds of a member: %s", error)
 
 
 class Line:
@@ -208,7 +205,9 @@ class Line:
 
     A thread does it, so that no silent machine can hold up the training thread for longer than it
     wants to wait. If the rendezvous is gone the thread connects again, for as long as it takes. If
-    the address is this machine's and nobody answers there, this process serves the rendezvous.
+    the address is this machine's and nobody answers there, this process serves the rendezvous until
+    ``lightning-gc rendezvous`` asks for the port. A new rendezvous is told the rounds that are not
+    in its file.
 
     Args:
         host, port: of the rendezvous.
@@ -216,14 +215,14 @@ class Line:
         roll: file of the roll, if this process serves the rendezvous.
 
     Raises:
-        ValueError: a line of the file is not a round.
+        ValueError: the file is not a roll.
     """
 
     def __init__(
         self, host: str, port: int, secret: str | None = None, roll: Path | None = None
     ) -> None:
-        if roll is not None and roll.exists():
-            list(read_lines(roll.read_text(), str(roll)))
+        if roll is not None:
+            check_roll(roll)
         self.host, self.port = host, port
         self._secret, self._seal, self._roll = secret, Seal(secret), roll
         self._report: Report | None = None
@@ -233,7 +232,9 @@ class Line:
         self._awaited = threading.Event()  # the training thread waits
         self._closed = threading.Event()
         self._term, self._cursor = "", 0
+        self._rounds: deque[Round] = deque(maxlen=KEPT)  # committed, as far as it has read
         self._serving: Rendezvous | None = None
+        self._serves_from: float | None = None  # if nobody answers by then
         self.trouble = f"nobody answers at {host}:{port}"
         self._thread = threading.Thread(target=self._work, name="elastic", daemon=True)
         self._thread.start()
@@ -268,7 +269,7 @@ class Line:
         while self._sent is not self._report and time.monotonic() < limit:
             time.sleep(0.005)
         if self._serving is not None:
-            time.sleep(0.5)  # others read what has been decided last
+            time.sleep(_LAST_READ)
         self._closed.set()
         self._thread.join(wait)
         if self._serving is not None:
@@ -287,20 +288,48 @@ class Line:
     def _serve_if_nobody_does(self) -> None:
         try:
             socket.create_connection((self.host, self.port), 5.0).close()
+            self._serves_from = None
         except OSError as error:
             self.trouble = f"nobody answers at {self.host}:{self.port} ({error})"
             if not _is_here(self.host):
                 raise
-            # Another process of this machine may be quicker, and then this one connects to it.
-            with contextlib.suppress(RuntimeError):
-                self._serving = Rendezvous(self.port, self._secret, self._roll)
+            if self._serves_from is None:  # a restarted rendezvous comes first
+                self._serves_from = time.monotonic() + (PAUSE if self._term else 0.0)
+            if time.monotonic() < self._serves_from:
+                raise
+            # Another process of this machine may be quicker. Then this one fails, and connects.
+            self._serving = Rendezvous(self.port, self._secret, self._roll)
+            _log.log(
+                logging.WARNING if self._term else logging.INFO,
+                "Nobody answers at %s:%d, so this worker serves the rendezvous, and %s. "
+                "lightning-gc rendezvous takes its port over at any time.",
+                *(self.host, self.port),
+                f"continues {self._roll}" if self._roll else "keeps no roll",
+            )
+
+    def _gives_back(self, store: Store) -> bool:
+        """Return whether ``lightning-gc rendezvous`` wants the port, and close the rendezvous."""
+        if self._serving is None or not store.check([_WANTED]):
+            return False
+        try:
+            wanted = self._seal.opened(_WANTED, store.get(_WANTED)) == self._term
+        except ValueError:
+            wanted = False
+        if wanted:
+            time.sleep(_LAST_READ)
+            self._serving.close()
+            self._serving = None
+            self._serves_from = time.monotonic() + TAKEN
+            _log.warning("This worker gives port %d to lightning-gc rendezvous.", self.port)
+        return wanted
 
     def _talk(self, store: Store, slot: int) -> None:
         """Send and receive until the store is gone."""
         place, due = f"report/{slot}", 0.0
         self._catch_up(store)
+        self._tell_rounds(store, slot)
         self.trouble = ""
-        while not self._closed.is_set():
+        while not self._closed.is_set() and not self._gives_back(store):
             report, now = self._report, time.monotonic()
             if report is not None and (report is not self._sent or now >= due):
                 self._beat += 1
@@ -320,13 +349,25 @@ class Line:
             self._cursor = 0 if self._term else int(said)
         self._term, self._cursor = term, max(self._cursor, oldest)
 
+    def _tell_rounds(self, store: Store, slot: int) -> None:
+        """Tell a rendezvous with a file the rounds that it lacks, as far as this worker knows."""
+        if self._rounds and store.check([_IN_FILE]):
+            place = f"rounds/{slot}"
+            run, _, last = self._seal.opened(_IN_FILE, store.get(_IN_FILE)).rpartition(" ")
+            lacks = [each for each in self._rounds if each.run != run or each.round > int(last)]
+            said = json.dumps([dataclasses.asdict(each) for each in lacks])
+            store.set(place, self._seal.closed(place, said))
+
     def _receive(self, store: Store) -> None:
         while True:
             place = f"log/{self._term}/{self._cursor}"
             if not store.check([place]):
                 return
             try:
-                self._entries.put(entry_of(self._seal.opened(place, store.get(place))))
+                entry = entry_of(self._seal.opened(place, store.get(place)))
+                if isinstance(entry, Verdict) and entry.record is not None:
+                    self._rounds.append(entry.record)
+                self._entries.put(entry)
             except ValueError as error:
                 _log.warning("An entry of the rendezvous is ignored: %s", error)
             self._cursor += 1
@@ -356,11 +397,72 @@ def serve(
     secret: str | None,
     roll: Path | None,
     until: Callable[[], bool] = lambda: False,
+    began: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Serve a rendezvous until ``until`` is true, or Ctrl-C."""
+    """Serve a rendezvous until ``until`` is true, or Ctrl-C.
+
+    Args:
+        port: as for ``Rendezvous``. A worker that serves there gives it back.
+        secret: that members share, or None.
+        roll: as for ``Rendezvous``.
+        until: when it ends.
+        began: called with the port once it listens.
+
+    Raises:
+        BusyError: another program listens at the port.
+    """
+    _claim(port, Seal(secret))
     served = Rendezvous(port, secret, roll)
+    began(served.port)
     try:
         while not until():
             time.sleep(0.2)
     finally:
         served.close()
+
+
+def _claim(port: int, seal: Seal) -> None:
+    """Return once the port is free; ask a worker that serves there for it."""
+    limit = time.monotonic() + TAKEN
+    while not _is_free(port):
+        if time.monotonic() > limit:
+            raise BusyError(
+                f"Port {port} is in use by {_holder(port)}. Stop it, or give another --port. "
+                f"A worker gives the port back only to a rendezvous with its secret."
+            )
+        with contextlib.suppress(RuntimeError, ValueError):  # no store, or with another secret
+            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+            term, _, _ = seal.opened("head", store.get("head")).partition(" ")
+            store.set(_WANTED, seal.closed(_WANTED, term))
+            del store
+        time.sleep(0.2)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+            probe.listen()  # SO_REUSEADDR lets two sockets bind, but only one listen
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise BusyError(f"Port {port} cannot be used: {error.strerror}.") from error
+            return False
+    return True
+
+
+def _holder(port: int) -> str:
+    """Return the process that listens at a port, as far as the system tells it."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{fields[9]}]")
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if str(link.readlink()) in sockets:
+                words = (link.parents[1] / "cmdline").read_text().split("\0")
+                return f"process {link.parts[2]} ({' '.join(words)[:80].strip()})"
+    return "another program"

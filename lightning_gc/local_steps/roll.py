@@ -300,9 +300,8 @@ def read_lines(text: str, name: str) -> Iterator[Round | Ended]:
 
     A last line without its end is left out: the rendezvous died before it told a member of it.
     """
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
-            return
+    *lines, _ = text.split("\n")
+    for number, line in enumerate(lines, 1):
         try:
             said = json.loads(line)
             if isinstance(said, dict) and set(said) == set(Ended.structure.always):
