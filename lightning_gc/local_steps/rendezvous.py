@@ -8,9 +8,11 @@ import dataclasses
 import errno
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import queue
+import re
 import secrets
 import socket
 import threading
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 
@@ -31,10 +34,11 @@ from lightning_gc.local_steps.roll import (
     Report,
     Round,
     Verdict,
+    check_roll,
     entry_of,
     in_words,
 )
-from lightning_gc.local_steps.roll_file import BusyError, RollFile, check_roll
+from lightning_gc.local_steps.roll_file import BusyError, RollFile
 
 _log = logging.getLogger(__name__)
 KEPT = 4096
@@ -89,15 +93,39 @@ class Seal:
         return text.decode()
 
 
-def host_and_port(address: str, owner: str) -> tuple[str, int]:
-    """Return the parts of ``"host:port"``; ValueError if it is none."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 <= int(port) < 1 << 16:
+def host_and_port(address: Any, owner: str, name: str = "address") -> tuple[str, int]:
+    """Return the parts of ``"host:port"``; ValueError, which names the setting, if it is none."""
+    host, _, port = str(address).rpartition(":")
+    known = isinstance(address, str) and is_host(host) and port.isascii() and port.isdecimal()
+    if not known or not 0 < int(port) < 1 << 16:
         raise ValueError(
-            f"{owner}={address!r}: give host and port, such as '10.0.0.1:29400'; a port is a "
-            f"number up to 65535."
+            f"{owner}({name}={address!r}): give host and port, such as '10.0.0.1:29400', without "
+            f"a scheme or a path. A port is a number from 1 to 65535."
         )
     return host.strip("[]"), int(port)
+
+
+def is_host(host: str) -> bool:
+    """Return whether this may be a machine's name or address. An IPv6 one may be in brackets."""
+    if re.fullmatch(r"\w([\w.-]*[\w.])?", host):
+        return True
+    try:
+        return bool(ipaddress.IPv6Address(re.sub(r"\[(.*)\]", r"\1", host)))
+    except ValueError:
+        return False
+
+
+def check_secret(secret: Any, owner: str) -> None:
+    """Raise ValueError if a secret is neither None nor a text that all can have equally."""
+    if secret is None or (isinstance(secret, str) and secret and secret == secret.strip()):
+        return
+    found = "is empty" if isinstance(secret, str) else f"is of type {type(secret).__name__}"
+    if isinstance(secret, str) and secret.strip():
+        found = "begins or ends with white space; use its strip()"
+    raise ValueError(
+        f"{owner}(secret=...): the secret {found}. Give a long random text, or leave it out if "
+        f"everyone who reaches the port may take part."
+    )
 
 
 class Rendezvous:
@@ -123,6 +151,7 @@ class Rendezvous:
     """
 
     def __init__(self, port: int, secret: str | None = None, roll: Path | None = None) -> None:
+        check_secret(secret, "Rendezvous")
         self._seal, self._roll = Seal(secret), None
         self._store = TCPStore(
             "0.0.0.0", port, is_master=True, wait_for_workers=False, timeout=_STORE

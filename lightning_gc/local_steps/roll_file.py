@@ -9,10 +9,9 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from lightning_gc.local_steps.roll import Ended, Round, line_of, read_lines
+from lightning_gc.local_steps.roll import Ended, Round, check_roll, judged, line_of
 
 _log = logging.getLogger(__name__)
-_BEGINNINGS = tuple(line_of(each).encode()[:9] for each in (Round(0, ()), Ended("", 0)))
 
 
 class BusyError(RuntimeError):
@@ -58,6 +57,7 @@ class RollFile:
         self._newest = self._last  # in the file, or to be written
         self._own: set[str] = set()  # runs of which this process has had a round
         self._unwritten: list[Round | Ended] = []
+        self._failed = False  # at the last write
 
     @property
     def end(self) -> str:
@@ -110,7 +110,6 @@ class RollFile:
         return [rounds[number] for number in range(first, decided.round)]
 
     def _write(self) -> None:
-        waiting = len(self._unwritten) > 1
         while self._unwritten:
             record = self._unwritten[0]
             try:
@@ -123,11 +122,13 @@ class RollFile:
                     "the roll yet. They are written as soon as there is room.",
                     *(self.path, error, len(self._unwritten), self._unwritten[-1].round),
                 )
+                self._failed = True
                 return
             if isinstance(record, Round):
                 self._last = record
             del self._unwritten[0]
-        if waiting:
+        if self._failed:
+            self._failed = False
             _log.warning("All missing rounds are in %s now.", self.path)
 
     def _has_another_training_than(self, record: Round) -> bool:
@@ -178,15 +179,6 @@ class RollFile:
             raise OSError(errno.ESTALE, "another program has changed it")
 
 
-def check_roll(path: Path) -> None:
-    """Raise a ValueError if a file exists that is not a roll."""
-    if not path.exists():
-        return
-    if not path.is_file():
-        raise ValueError(f"The roll {path} is not a file. Give the name of a file.")
-    _judged(path.read_bytes(), path)
-
-
 def _begins(record: Round) -> bool:
     """Return whether a round is the first one of its run: all its members have just come in."""
     return set(record.entered) == set(record.members)
@@ -210,7 +202,7 @@ def _opened(path: Path) -> tuple[int, list[Round | Ended]]:
                 f"Elastic(roll=...). Give this one another file."
             )
         content = path.read_bytes()
-        found, tail = _judged(content, path)
+        found, tail = judged(content, path)
         if isinstance(tail, Round | Ended):
             os.pwrite(file, b"\n", len(content))
             found.append(tail)
@@ -220,20 +212,3 @@ def _opened(path: Path) -> tuple[int, list[Round | Ended]]:
         os.close(file)
         raise
     return file, found
-
-
-def _judged(content: bytes, path: Path) -> tuple[list[Round | Ended], Round | Ended | bytes]:
-    """Return the records of complete lines, and of the last line without its end."""
-    advice = "The file was not changed. Give the roll of this run, or the name of a new file."
-    whole, newline, tail = content.rpartition(b"\n")
-    try:
-        found = list(read_lines((whole + newline).decode(), str(path)))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a roll, because it is not text. {advice}") from error
-    except ValueError as error:
-        raise ValueError(f"{error} {advice}") from error
-    with contextlib.suppress(ValueError):
-        return found, next(read_lines(f"{tail.decode()}\n", "")) if tail else b""
-    if found and any(tail.startswith(each[: len(tail)]) for each in _BEGINNINGS):
-        return found, tail
-    raise ValueError(f"{path} is not a roll: its last line is not half a round. {advice}")
