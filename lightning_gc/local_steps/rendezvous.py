@@ -459,12 +459,18 @@ def _claim(port: int, seal: Seal) -> None:
                 f"Port {port} is in use by {_holder(port)}. Stop it, or give another --port. "
                 f"A worker gives the port back only to a rendezvous with its secret."
             )
-        with contextlib.suppress(RuntimeError, ValueError):  # no store, or with another secret
-            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
-            term, _, _ = seal.opened("head", store.get("head")).partition(" ")
-            store.set(_WANTED, seal.closed(_WANTED, term))
-            del store
+        # A program that is no store may keep a connection waiting for ever.
+        asking = threading.Thread(target=_ask_for, args=(port, seal), daemon=True)
+        asking.start()
+        asking.join(2.0)
         time.sleep(0.2)
+
+
+def _ask_for(port: int, seal: Seal) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # no store, or with another secret
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+        term, _, _ = seal.opened("head", store.get("head")).partition(" ")
+        store.set(_WANTED, seal.closed(_WANTED, term))
 
 
 def _is_free(port: int) -> bool:
