@@ -339,7 +339,7 @@ def judged(content: bytes, path: Path) -> tuple[list[Round | Ended], Round | End
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a roll, because it is not text. {advice}") from error
     except ValueError as error:
-        raise ValueError(f"{error} {advice}") from error
+        raise ValueError(f"{str(error).rstrip('.')}. {advice}") from error
     with contextlib.suppress(ValueError):
         return found, next(read_lines(f"{tail.decode()}\n", "")) if tail else b""
     if found and _begins_a_line(tail):
