@@ -25,9 +25,9 @@ from torch import nn
 import lightning_gc as gc
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core.flow import Flow
 from lightning_gc.core.text_table import markdown
-from lightning_gc.engine.compatibility import by_default
 from lightning_gc.engine.engine import Engine
 from lightning_gc.transports.simulated import Simulated
 

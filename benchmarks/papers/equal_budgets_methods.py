@@ -22,8 +22,8 @@ from optuna.trial import FixedTrial
 from lightning_gc import COMPRESSORS, PerParameter, SizeSwitch
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.base import LEVEL
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core.search_space import Choice, Range, Space
-from lightning_gc.engine.compatibility import by_default
 from lightning_gc.methods.parameter_space import MEMORY_PREFIX, PREFIX
 from lightning_gc.tuning import Method
 

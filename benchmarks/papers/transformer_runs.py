@@ -17,9 +17,8 @@ from transformer import Transformer, Worker
 
 from lightning_gc import OuterSGD
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.per_parameter import layerwise
+from lightning_gc.compressors.wrappers.per_parameter import by_default, layerwise
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import by_default
 from lightning_gc.memories import Memory
 from lightning_gc.testing import LocalLockstep
 from lightning_gc.transports import Simulated

@@ -299,7 +299,7 @@ class Session:
 
     def knobs(self, costs: Costs) -> dict[str, frozenset[str]]:
         """Return for each method the parameters with a level that a controller can set."""
-        from lightning_gc.engine.compatibility import by_default
+        from lightning_gc.compressors.wrappers.per_parameter import by_default
 
         found = {}
         for name in costs.keys() & self.methods.keys():

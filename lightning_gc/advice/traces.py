@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core import Exchange, Gather, Mean, Reply, Request
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import by_default
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.base import LENGTH_BYTES, laid_out

@@ -17,6 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_gc.checkpoint import memory_store
 from lightning_gc.control.control_loop import ControlLoop, Moment
@@ -25,9 +29,11 @@ from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
     check_controller,
+    refuse_own_gradients,
     refuse_second_hook,
     refuse_sparse_gradients,
     refuse_static_accumulation,
+    refuse_steps_within_backward,
     refuse_unsynchronised,
     warn_of_one_queue,
     warn_of_one_worker,
@@ -50,12 +56,36 @@ class ModuleHook:
     The copy therefore averages uncompressed gradients over the default process group, and
     ``attach`` may be called on it.
 
+    Torch cannot remove a communication hook either. After ``close`` this one stays registered and
+    raises, until ``attach`` is called again and sets another ``act``.
+
     Args:
         act: the hook; None calls nothing.
     """
 
     def __init__(self, act: Callable[..., Any] | None = None) -> None:
         self._act = act
+
+    @classmethod
+    def of(cls, ddp: DistributedDataParallel) -> ModuleHook | None:
+        """Return the communication hook of a module if it is one of these."""
+        if not ddp._get_ddp_logging_data().get("comm_hook"):
+            return None  # a copy lists the original's hook, but its reducer has none
+        owners = (getattr(hook, "__self__", None) for hook, _ in ddp._comm_hooks)
+        return next((owner for owner in owners if isinstance(owner, cls)), None)
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called, and no other ``act`` has been set since."""
+        return self._act is _closed
+
+    def open(self, act: Callable[..., Any]) -> None:
+        """Call ``act`` from now on."""
+        self._act = act
+
+    def close(self) -> None:
+        """Raise from now on, and let go of what ``act`` holds."""
+        self._act = _closed
 
     def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
         return type(self), ()
@@ -75,6 +105,13 @@ class ModuleHook:
             self._act(module)
 
 
+def _closed(*passed: Any) -> Any:
+    raise RuntimeError(
+        "A backward pass ran after the handle of this module was closed. Call attach on the module "
+        "again before such a pass. DDP cannot continue after this error: wrap the model again."
+    )
+
+
 @dataclass(frozen=True)
 class Setup:
     """Arguments that every way in gives its ``Attached``.
@@ -91,6 +128,7 @@ class Setup:
         more_workers: advice in the warning of one worker.
         weights: returns the weights that ``verify`` compares; None: all trained parameters.
         control: the control loop of an earlier fit, which continues.
+        bypassed: advice where an optimizer steps and nothing has been exchanged.
     """
 
     owner: str
@@ -104,6 +142,10 @@ class Setup:
     more_workers: str
     weights: Callable[[], Iterable[Tensor]] | None = None
     control: ControlLoop | None = None
+    bypassed: str = (
+        "Call the wrapped module itself, ddp(x), not ddp.module or one of its methods. Run the "
+        "last backward pass before a step outside of no_sync()"
+    )
 
     @property
     def agreed(self) -> dict[str, str]:
@@ -128,6 +170,7 @@ class Setup:
         timeout: timedelta | None = None,
         verify: Verify = 0,
         more_workers: str = "use more workers, or DDP as it is",
+        **further: Any,
     ) -> Self:
         """Return the setup of a training loop that calls none of our hooks.
 
@@ -138,12 +181,12 @@ class Setup:
         groups = [group for each in optimizers for group in each.param_groups]
         if memory.lookahead:
             raise ValueError(
-                f"{memory!r} moves the weights around each forward pass, which a communication "
+                f"{memory} moves the weights around each forward pass, which a communication "
                 f"hook cannot; use CompressedDDPStrategy, or memory=ErrorFeedback()."
             )
         if memory.lr_aware and not groups:
             raise ValueError(
-                f"{memory!r} rescales errors by the learning rates, which attach does not know; "
+                f"{memory} rescales errors by the learning rates, which attach does not know; "
                 f"give attach(..., optimizers=optimizer)."
             )
         for group in groups:
@@ -159,6 +202,7 @@ class Setup:
             timeout,
             verify,
             more_workers,
+            **further,
         )
 
 
@@ -187,6 +231,10 @@ class Attached:
 
     _open: ClassVar[weakref.WeakSet[Attached]] = weakref.WeakSet()
     """Open handles of this process: one optimizer may have the parameters of several modules."""
+    known: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+    """Modules that have or had a handle."""
+    _hearing: ClassVar[list[Any]] = []
+    """Hooks of all optimizers of this process, while there are open handles."""
 
     def __init__(
         self,
@@ -199,7 +247,13 @@ class Attached:
         self._workers, self._background = setup.workers, background
         self.control = setup.control
         self._watching: list[Any] = []
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
+        self._stepped = weakref.WeakKeyDictionary()  # exchanges at an optimizer's last step
         self._open.add(self)
+        self.known.add(module)
+        if not self._hearing:
+            self._hearing.append(register_optimizer_step_pre_hook(_before_step))
+            self._hearing.append(register_optimizer_step_post_hook(_after_step))
         try:
             self._start()
         except BaseException:
@@ -258,6 +312,28 @@ class Attached:
     def refuse_unsynchronised(self) -> None:
         """Raise RuntimeError for a parameter that is trained, and not exchanged."""
         refuse_new_parameters(self._module, self._exchanged, self._setup.optimizers())
+
+    @property
+    def exchanges(self) -> int | None:
+        """Exchanges of this handle so far; None where a step need not follow one."""
+        return None
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if an optimizer would step on gradients of this worker alone.
+
+        Gradients that have been exchanged leave nothing but a comparison of two counts to do.
+        """
+        done, backward = self.exchanges, torch._C._current_graph_task_id() != -1
+        if done is None or (done > self._stepped.get(optimizer, 0) and not backward):
+            return
+        if self._workers.first.workers > 1:
+            fix = "Call step() after loss.backward()" if backward else self._setup.bypassed
+            refuse_own_gradients(optimizer, self._workers.names, fix)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Expect another exchange before the next step of this optimizer."""
+        if self.exchanges is not None:
+            self._stepped[optimizer] = self.exchanges
 
     @property
     def _exchanged(self) -> dict[Tensor, str]:
@@ -452,12 +528,45 @@ class Attached:
             self._open.discard(self)
             for hook in self._watching:
                 hook.remove()
+            while self._hearing and not self._open:
+                self._hearing.pop().remove()
             self._detach()
         if self._background is not None:
             self._background.close(failed)
 
     def _detach(self) -> None:
         """Take off what listens to the module."""
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Let all open handles judge a step: before it, or each time its closure has run."""
+    if torch.compiler.is_compiling():
+        return None
+    closures = [each for each in (*args[1:], kwargs.get("closure")) if callable(each)]
+    if not closures:
+        for handle in Attached._open:
+            handle.before_step(optimizer)
+        return None
+
+    def judged(given: Any) -> Any:
+        if not any(given is each for each in closures):
+            return given
+
+        def closure() -> Any:
+            loss = given()
+            for handle in Attached._open:
+                handle.before_step(optimizer)
+            return loss
+
+        return closure
+
+    return tuple(map(judged, args)), {name: judged(value) for name, value in kwargs.items()}
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for handle in Attached._open:
+            handle.after_step(optimizer)
 
 
 def peers_of(
@@ -496,7 +605,10 @@ class AttachedDDP(Attached):
     _module: DistributedDataParallel
 
     def __init__(self, ddp: DistributedDataParallel, setup: Setup) -> None:
-        refuse_second_hook(ddp)
+        ours = ModuleHook.of(ddp)
+        refuse_second_hook(ddp, closed=None if ours is None else ours.closed)
+        refuse_steps_within_backward(ddp)
+        self._hook = ours or ModuleHook()
         refuse_sparse_gradients(ddp.module)
         warn_of_one_queue(ddp)
         setup.workers.name(ddp.module)
@@ -516,12 +628,17 @@ class AttachedDDP(Attached):
 
     def _start(self) -> None:
         super()._start()
-        self._module.register_comm_hook(None, ModuleHook(self._synchronizer.hook).exchange)
+        if not self._hook.closed:
+            self._module.register_comm_hook(None, self._hook.exchange)
+        self._hook.open(self._synchronizer.hook)
 
     @property
-    def has_exchanged(self) -> bool:
-        """Whether a gradient has been submitted to the exchange."""
-        return self._synchronizer.exchanged
+    def exchanges(self) -> int:
+        """Exchanges of this handle so far."""
+        return self._synchronizer.rounds
+
+    def _detach(self) -> None:
+        self._hook.close()
 
     def watch(self) -> Self:
         """As ``Attached.watch``; also add the peers to errors of DDP's own collectives."""
@@ -538,7 +655,8 @@ class AttachedDDP(Attached):
             error.add_note(peers_in_words(error, "a collective of DDP's", *own))
 
     def before_pass(self) -> None:
-        """Refuse a static graph that begins with accumulated gradients."""
+        """Refuse a static graph that begins with accumulated gradients; steps within a pass."""
+        refuse_steps_within_backward(self._module)
         refuse_static_accumulation(self._module)
 
     def refuse_unsynchronised(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gc.attachment.attached import Attached, Setup, peers_of
-from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
+from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.peers import on_all_ranks
 from lightning_gc.exchange.validation import (
     check_agreement,
@@ -22,7 +22,7 @@ from lightning_gc.exchange.validation import (
 )
 from lightning_gc.exchange.verification import verification
 from lightning_gc.exchange.workers import plain_name
-from lightning_gc.sharded.fsdp_units import Unit, units_of
+from lightning_gc.sharded.fsdp_units import Unit, UnitNumbers, units_of
 from lightning_gc.sharded.shard_exchange import ShardExchange
 from lightning_gc.sharded.shard_validation import Way, refuse_model
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
@@ -134,8 +134,9 @@ class AttachedScatters(Attached):
         on_all_ranks(partial(refuse_model, model, ranks, *ways), device)
         workers.name(model)
         units = units_of(model)
-        check_agreement(_agreed(setup, units, weights), Distributed(), device)
+        check_agreement(_agreed(setup, units, weights), Distributed(), device, workers.model)
         checked = verification(setup.verify, setup.owner).transport
+        numbers = UnitNumbers([unit.name for unit in units], bool(setup.verify))
         near = workers.configuration.neighbours(workers.shards)
         transport = Distributed(group, "a reduce-scatter of gradients", near)
         recording = Recording(checked(transport))
@@ -152,15 +153,17 @@ class AttachedScatters(Attached):
                 gathering,
                 gathered,
                 lambda: workers.first.step,
+                numbers,
             )
             workers.weights = self._gathers
             accounts = [WithWeights(recording, gathered, self._gathers.dense)]
             if weights.differences:
                 workers.own[_COPIES] = [self._gathers]
         workers.start(accounts, revocable=False)
-        compile_kernels(workers.first, device)
         workers.run = gather_text(workers.run, Distributed(), device)[0]
-        self._scatters = UnitScatters(units, workers, transport, recording, setup.prepare_round)
+        self._scatters = UnitScatters(
+            units, workers, transport, recording, setup.prepare_round, numbers
+        )
         super().__init__(model, setup, peers_of(device, group, None))
 
     def reset(self) -> None:
@@ -203,10 +206,9 @@ def _agreed(setup: Setup, units: Sequence[Unit], weights: WeightSettings | None)
     }
     return {
         **configuration.in_words(),
-        "names and shapes of parameters": digest_of({n: tuple(p.shape) for p, n in names.items()}),
         "units": digest_of(of_units),
         "verify": repr(setup.verify),
         "weights": repr(weights),
         **setup.agreed,
-        **arithmetic(setup.device, configuration.compressor),
+        **compile_kernels(configuration, setup.device),
     }

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_gc.attachment.attached import Attached, InBackground, Setup, peers_of
+from lightning_gc.attachment.attached import (
+    Attached,
+    InBackground,
+    ModuleHook,
+    Setup,
+    peers_of,
+)
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
@@ -30,7 +36,7 @@ from lightning_gc.core.registry import did_you_mean
 from lightning_gc.exchange import Workers, configure
 from lightning_gc.exchange.peers import Peers, ShardParts, on_all_ranks, take_over
 from lightning_gc.exchange.synchronizer import Synchronizer, leave
-from lightning_gc.exchange.validation import check_agreement, check_controller, digest_of
+from lightning_gc.exchange.validation import check_agreement, check_controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import reshard
 from lightning_gc.local_steps import GrowingRounds, OuterSGD, RadialDirectional
@@ -47,22 +53,27 @@ from lightning_gc.local_steps.local_rounds import (
     LocalRounds,
     ModuleState,
     OwnState,
+    embeddings,
     finished,
     in_rounds,
     keep,
     reset_poisoned,
 )
 from lightning_gc.local_steps.refusals import (
+    HOOKS,
     OwnSteps,
+    UncountedPasses,
     check_island,
     check_rounds,
     check_unequal,
+    innermost,
     refuse_elastic,
     refuse_grace,
     refuse_optimizers,
     refuse_settings,
     refuse_shards,
     refuse_synchronised_norms,
+    warn_of_one_round,
 )
 from lightning_gc.local_steps.roll import Roll
 from lightning_gc.local_steps.round_plan import Outer, RoundPlan
@@ -267,13 +278,10 @@ class AttachedRounds(Attached):
         meet: Meet = among_ranks,
     ) -> None:
         setup.workers.name(module)
-        tensors = (*module.named_parameters(), *module.named_buffers())
-        layout = {name: tuple(tensor.shape) for name, tensor in tensors}
         agreed = {
             "plan": repr(dataclasses.replace(plan, owner="")),
             "outer": repr(outer),
             "unequal": repr(unequal),
-            "names and shapes of parameters and buffers": digest_of(layout),
         }
         meeting = meet(setup, setup.agreed | agreed)
         if unequal is not None:
@@ -500,7 +508,6 @@ class LocalSteps(AttachedRounds):
         self._scaler, self._owner = scaler, owner
         self._count, self._entered = StepCount(owner, self._optimizer), elastic is None
         self._scaling = False
-        self._own_steps = OwnSteps(owner, self._before_step, self._after_step)
         workers = Workers(configuration) if island == 1 else ShardedWorkers(configuration)
         workers.exchanged = "weights"
         optimizers = [self._optimizer]
@@ -511,10 +518,39 @@ class LocalSteps(AttachedRounds):
         if island > 1:
             meet = among_shards(model, island)
         self._island = island
+        self._loaded = ""  # class of the module whose weights were loaded
+        self._changed: str | None = None  # before the first pass after a step, once it was made
         super().__init__(model, setup, plan, outer, unequal, self._keep_rounds, meet)
-        self._own_steps.begin(self._optimizer)
+        self._listen()
         if scaler is not None:
             self._count_attempts(scaler)
+
+    def _listen(self) -> None:
+        """Hear steps, forward passes and loaded weights."""
+        names, module = self._workers.names, self._module
+        every = self._every
+        fix = f"Call finish(), and make {self._owner} again with the optimizer that steps"
+        hooks = self._before_step, self._after_step
+        self._own_steps = own = OwnSteps(self._owner, names, every, *hooks, fix=fix)
+        own.begin([self._optimizer])
+        parts = self._owner, names, every, lambda: own.inside, self._look
+        self._passes = UncountedPasses(*parts)
+        self._bounded = embeddings(module, names, bounded=True)
+        before, after = ModuleHook(self._passes.before), ModuleHook(self._passes.after)
+        loaded = ModuleHook(self._note_loaded).watch
+        self._watching += [
+            module.register_forward_pre_hook(before.watch),
+            module.register_forward_hook(after.watch),
+            *(each.register_load_state_dict_post_hook(loaded) for each in module.modules()),
+        ]
+
+    def _every(self) -> int:
+        return self.rounds.length
+
+    def _note_loaded(self, module: nn.Module) -> None:
+        self._loaded = type(module).__name__
+
+    _own_steps: OwnSteps | None = None
 
     def _keep_rounds(self, rounds: Sequence[LocalRounds]) -> None:
         workers = self._workers
@@ -565,6 +601,7 @@ class LocalSteps(AttachedRounds):
                 f"elastic=Elastic(...) use range({total})."
             )
         count.total, count.schedulers = total, schedulers
+        warn_of_one_round(self._owner, total, self.rounds.every)
         if not self._entered:
             count.steps = exchange.steps
             exchange.enter(self.rounds, count)
@@ -575,6 +612,8 @@ class LocalSteps(AttachedRounds):
     def stepped(self, ends: bool = False) -> None:
         """As for ``AttachedRounds``; count the step, too."""
         count = self._count
+        self._passes.step()
+        self._changed = None
         super().stepped(ends or count.steps + 1 == count.total)
         count.steps += 1
 
@@ -591,11 +630,48 @@ class LocalSteps(AttachedRounds):
                 f"{self._owner}: a step within common_weights() would change the weights that all "
                 f"workers share; train after it."
             )
-        if not self._own_steps.begun and not self.rounds.apart and weights.replaced:
+        if self._loaded:
             raise RuntimeError(
-                f"{self._owner}: the model's weights have changed since it was made, so other "
-                f"workers would not begin with them. Load weights before you make it, or call its "
-                f"reset() on all workers."
+                f"{self._owner}: weights were loaded into {self._loaded} since the last step, and "
+                f"workers would average a part of them in. Load weights before you make it, or "
+                f"call its reset() on all workers after you load."
+            )
+        changed = self._changed_outside() if self._changed is None else self._changed
+        begun = self._own_steps and self._own_steps.begun
+        if not begun and not self.rounds.apart:
+            weights.refuse_not_finite(self._owner)
+        if changed and not begun:
+            raise RuntimeError(
+                f"{self._owner}: the model's weights have changed since it was made, in {changed}, "
+                f"so other workers would not begin with them. Load weights before you make it, or "
+                f"call its reset() on all workers."
+            )
+        self._warn_of_changes(changed)
+
+    def _changed_outside(self) -> str:
+        """Return which weights have changed since the last exchange, if no step has been counted.
+
+        With fragments or a delay there is always a step since the last exchange. Embeddings with a
+        ``max_norm`` change in each pass, and are left out.
+        """
+        replaced = [] if self.rounds.apart else self.rounds.weights.replaced
+        changed = [name for name in replaced if name not in self._bounded]
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return changed[0] + more if changed else ""
+
+    def _look(self) -> None:
+        """Note which weights have changed before a pass, which may change some itself."""
+        self._changed = self._changed_outside()
+
+    def _warn_of_changes(self, changed: str) -> None:
+        if changed:
+            warnings.warn(
+                f"{self._owner}: weights have changed since the last exchange without a step of "
+                f"its optimizer: {changed}. The change counts as this worker's training, and is "
+                f"averaged and compressed. If you have loaded weights, call reset() on all "
+                f"workers. To bound or norm weights, do it in a hook, by "
+                f"optimizer.register_step_post_hook, before you make {self._owner}.",
+                stacklevel=3,
             )
 
     def _after_step(self) -> None:
@@ -613,7 +689,7 @@ class LocalSteps(AttachedRounds):
 
         @wraps(step)
         def counted(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self not in self._open or _innermost(optimizer) is not self._optimizer:
+            if self not in self._open or innermost(optimizer) is not self._optimizer:
                 return step(optimizer, *args, **kwargs)
             self._scaling = True
             try:
@@ -660,6 +736,7 @@ class LocalSteps(AttachedRounds):
         self.rounds.restart()
         self.meeting.begin(self._module)
         self.rounds.begin(*self.rounds.weights.held())
+        self._loaded, self._changed = "", None
 
     def state_dict(self, mode: Literal["full", "mean"] = "full") -> dict[str, Any]:
         """Return all that this worker needs to go on, between steps; every rank saves its own.
@@ -672,6 +749,7 @@ class LocalSteps(AttachedRounds):
             mode: as for ``Attached``. ``"mean"`` has the optimizer of the worker that saves it.
         """
         self.rounds.arrive()
+        self._warn_of_changes(self._changed_outside())
         return super().state_dict(mode)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -693,19 +771,34 @@ class LocalSteps(AttachedRounds):
             first = state if isinstance(state, Mapping) else state[0]
             self._own[0].take(first["own"][ROUNDS])
             self._own[0].load_optimizers()
+        self._loaded, self._changed = "", None
 
     def finish(self) -> None:
         """Exchange what is left, so that all workers end with the common weights; then close.
 
         Call it on all workers, after the last step.
 
+        Communication pattern:
+            If no step was made since the last exchange, an all-reduce of one number: whether
+            weights have changed on some worker all the same. If so, or else, the last exchange.
+
         Raises:
             PeerError: the last exchange failed.
         """
-        if self in self._open and self.rounds.apart and self._elastic is None:
-            self.refuse_unsynchronised()
-            self.end_rounds()
+        if self in self._open and self._elastic is None:
+            steps, changed = self.rounds.position, self._changed_outside()
+            self._warn_of_changes(changed)
+            if self.rounds.apart or self._on_any(bool(changed)):
+                if not self._workers.first.step:
+                    warn_of_one_round(self._owner, steps, self.rounds.length)
+                self.refuse_unsynchronised()
+                self.end_rounds()
         self.close()
+
+    def _on_any(self, is_so: bool) -> bool:
+        """Return whether it is so on any worker, or in any part of one; all must ask."""
+        here = torch.tensor([float(is_so)], dtype=torch.float64, device=self._setup.device)
+        return bool(self.parts.total(self._peers.mean(here)) > 0)
 
     def end(self, failed: bool) -> None:
         """As for ``Attached``; an elastic worker that stops early gives its error to another."""
@@ -728,7 +821,8 @@ class LocalSteps(AttachedRounds):
             self.end(failed=True)
 
     def _detach(self) -> None:
-        self._own_steps.end()
+        if self._own_steps is not None:
+            self._own_steps.end()
 
 
 def _refuse_unknown(owner: str, given: Mapping[str, Any]) -> None:
@@ -777,7 +871,7 @@ def refuse_in_shards(
         )
     if isinstance(outer, RadialDirectional):
         raise ValueError(
-            f"{owner}(island={island}, outer={outer!r}): it averages norms of complete tensors, "
+            f"{owner}(island={island}, outer={outer}): it averages norms of complete tensors, "
             f"and a rank has shards; use outer={outer.sgd!r}."
         )
     if scaler is not None and scaler.is_enabled():
@@ -816,26 +910,14 @@ _FSDP = "FullyShardedDataParallel"
 _SHARDS = {_FSDP, "FSDPModule"}
 
 
-def _innermost(optimizer: Any) -> Any:
-    """Return the optimizer whose hooks torch calls; Fabric and Accelerate hand steps on to it."""
-    while _HOOKS not in vars(optimizer) and isinstance(
-        getattr(optimizer, "optimizer", None), Optimizer
-    ):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-_HOOKS = "_optimizer_step_post_hooks"
-
-
 def _with_hooks(owner: str, optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"{owner}(optimizer={type(optimizer).__name__}(...)): give the optimizer that trains "
             f"the model, one of torch.optim.Optimizer."
         )
-    found: Optimizer = _innermost(optimizer)
-    if _HOOKS not in vars(found):
+    found: Optimizer = innermost(optimizer)
+    if HOOKS not in vars(found):
         raise ValueError(
             f"{owner}(optimizer={type(found).__name__}(...)): torch calls no hooks in its steps, "
             f"since its __init__ does not call super().__init__(params, defaults); let it do so."

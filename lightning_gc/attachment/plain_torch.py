@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -60,7 +60,8 @@ def attach(
 ) -> Attached:
     """Compress the gradients that a ``DistributedDataParallel`` or FSDP2 module exchanges.
 
-    Registers a communication hook. Call it on all workers, before the first backward pass.
+    Registers a communication hook. Call it on all workers, before the first backward pass. After
+    ``close`` it may be called on the module again.
 
     The mesh that ``fully_shard(..., mesh=mesh)`` was given decides for a model in shards. On a mesh
     of two dimensions, replicas and shards, the exchange between replicas is compressed, as in
@@ -70,14 +71,16 @@ def attach(
 
     Args:
         module: a ``DistributedDataParallel`` module without a communication hook, or one that
-            ``fully_shard`` was called on, after all of its parts.
+            ``fully_shard`` was called on, after all of its parts. Or ``torch.compile`` of either,
+            before its first forward pass.
         compressor: an instance, or a name from the registry. As with ``CompressedDDPStrategy``, a
             bare one works per parameter; see ``min_numel``.
         memory: the error feedback rule; the compressor's default if left out.
         scheme: how payloads become a mean; the compressor's default if left out.
         controller: chooses levels; the training loop calls ``begin_epoch`` or ``begin_batch``.
         optimizers: of the module's parameters. Memories that depend on learning rates or refuse
-            some settings need them, and so does every controller. None: no optimizer.
+            some settings need them, and so does every controller. None: no optimizer. The steps of
+            all optimizers of the process are checked, given or not.
         scaler: of fp16 training, with DDP only. Errors are kept unscaled, and restored when it
             skips a step.
         seed: of the compressor's private random numbers, equal on all workers.
@@ -108,11 +111,12 @@ def attach(
     Raises:
         ValueError: a combination that cannot work, an unknown name, sparse gradients, workers that
             differ, as for the strategies, a memory that needs more than a hook, a model in shards
-            on several meshes, a module of ``torch.compile`` or ``replicate``.
+            on several meshes, a module of ``torch.compile`` that has run, or of ``replicate``.
             In a forward pass: a static graph that begins with accumulated gradients.
         RuntimeError: the module already has a communication hook; in a forward pass, a parameter
-            that was unfrozen, added or replaced since; a model in shards with torch before 2.7, or
-            2.9 without replicas.
+            that was unfrozen, added or replaced since; before an optimizer's step, gradients that
+            were not exchanged, as after ``ddp.module(x)`` or under ``no_sync``; a model in shards
+            with torch before 2.7, or 2.9 without replicas.
         PeerError: in a forward or backward pass, an exchange has failed.
 
     Example:
@@ -124,6 +128,7 @@ def attach(
             loss.backward()
             optimizer.step()
     """
+    module = _uncompiled(module)
     _refuse_other_modules(module)
     model = cast(nn.Module, module)
     fsdp = isinstance(module, FSDPModule) and not any(u.replicates for u in units_of(model))
@@ -189,6 +194,26 @@ def attach(
     return AttachedShards(model, setup, mesh, bucket_cap_mb, units).watch()
 
 
+def _uncompiled(module: Any) -> Any:
+    """Return the module that ``torch.compile`` was given; refuse one that runs without our hooks.
+
+    Torch compiles in the first forward pass, and hooks of an earlier ``attach`` lie in that pass.
+    """
+    inside = getattr(module, "_orig_mod", None)
+    if isinstance(inside, DistributedDataParallel):
+        ran = getattr(inside, "_lazy_init_ran", False)
+    elif isinstance(inside, FSDPModule):
+        ran = inside._get_fsdp_state()._is_root is not None
+    else:
+        return module
+    if ran and inside not in Attached.known:
+        raise ValueError(
+            f"attach({type(module).__name__}(...)): the compiled module has run already. Call "
+            f"attach before its first forward pass, before or after torch.compile."
+        )
+    return inside
+
+
 def _refuse_other_modules(module: object) -> None:
     """Raise ValueError for a module whose exchange of gradients is not one that we can replace."""
     given, wanted = type(module).__name__, (DistributedDataParallel, FSDPModule)
@@ -201,11 +226,6 @@ def _refuse_other_modules(module: object) -> None:
         )
     if isinstance(module, wanted):
         return
-    if isinstance(getattr(module, "_orig_mod", None), wanted):
-        raise ValueError(
-            f"attach({given}(...)): call attach before torch.compile, or compile the model before "
-            f"DistributedDataParallel wraps it: attach(ddp, ...), then torch.compile(ddp)."
-        )
     held = next((type(each).__name__ for each in inside if isinstance(each, wanted)), None)
     if held is not None:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,6 +140,7 @@ def load(
         agreed: calls an act on all workers and returns their results, or raises on all.
     """
     states: list[WorkerState] = []
+    _refuse_one_for_all(agreed(partial(_whose, given, workers.first.workers)))
 
     def check() -> str:
         saved, state = checked(given, workers, control)
@@ -148,6 +150,25 @@ def load(
     _refuse_other_saves(agreed(check))
     workers.forget_levels()
     apply(workers, control, states, device, says=workers.first.worker == 0)
+
+
+def _whose(given: Any, workers: int) -> str:
+    """Return the worker that saved a state, and the shard; "" for a list, a mean, other numbers."""
+    if not isinstance(given, Mapping) or "mode" in given or given.get("workers") != workers:
+        return ""
+    return f"{given.get('worker')!r} {given.get('shard', '')!r}"
+
+
+def _refuse_one_for_all(owners: Mapping[int, str]) -> None:
+    """Raise ValueError if all ranks were given the state of one, or a mix that has its number."""
+    found = set(owners.values())
+    if len(owners) > 1 and len(found) == 1 and "" not in found:
+        worker = found.pop().partition(" ")[0]
+        raise ValueError(
+            f"All {len(owners)} ranks were given the state of worker {worker}. If all saved under "
+            f"one name, the others' errors are lost, or mixed with these. Save each worker's "
+            f"state under its own name, such as f'compression{{dist.get_rank()}}', {_ZERO}."
+        )
 
 
 def checked(given: Any, workers: Workers, control: ControlLoop | None) -> tuple[str, WorkerState]:

@@ -314,6 +314,10 @@ class Compressor(Settings, abc.ABC):
         return self.traits.knob
 
     @property
+    def main_field(self) -> str | None:
+        return None if self.knob is None else self.knob.field
+
+    @property
     def level(self) -> float | None:
         """The knob's value, or None without a knob."""
         return None if self.knob is None else getattr(self, self.knob.field)
@@ -326,9 +330,9 @@ class Compressor(Settings, abc.ABC):
         """
         knob = self.knob
         if knob is None:
-            raise ValueError(f"{self!r} has no knob, so it cannot be set to level {level!r}.")
+            raise ValueError(f"{self} has no knob, so it cannot be set to level {level!r}.")
         if math.isnan(level):
-            raise ValueError(f"{self!r} cannot be set to level nan; give a number.")
+            raise ValueError(f"{self} cannot be set to level nan; give a number.")
         changes: dict[str, Any] = {knob.field: knob.clamp(level)}
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
@@ -343,8 +347,8 @@ class Compressor(Settings, abc.ABC):
             ValueError: the compressor works on whole buckets.
         """
         raise ValueError(
-            f"{self!r} works on whole buckets, so parameters cannot have separate levels "
-            f"({', '.join(levels)}); use PerParameter({self!r})."
+            f"{self} works on whole buckets, so parameters cannot have separate levels "
+            f"({', '.join(levels)}); use PerParameter({self})."
         )
 
     @classmethod
@@ -408,7 +412,7 @@ class Codec(Compressor):
         Elements and mean are the same, bit for bit, as with a payload for each part. Elements of
         the bucket outside the parts are not changed. Called only if ``joint_kind`` is not None.
         """
-        raise NotImplementedError(f"{self!r} does not join parameters.")
+        raise NotImplementedError(f"{self} does not join parameters.")
 
     def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
         """Return kernels that encode all shards of ``buffer`` at once; None: there are none."""
@@ -485,9 +489,10 @@ class Codec(Compressor):
         yield from scheme.flow(self, bucket, buffer, out)
 
 
-def absorbed(bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-    """Return whether kernels of whole buckets can be used: on a GPU, without shards."""
-    return scheme is not None and scheme.joint(bucket.workers) == "parts" and fused(buffer)
+def absorbed(bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None, family: str) -> bool:
+    """Return whether a family's kernels of whole buckets can be used: on a GPU, without shards."""
+    parts = scheme is not None and scheme.joint(bucket.workers) == "parts"
+    return parts and fused(buffer, family)
 
 
 class ShardKernels(Protocol):
@@ -603,6 +608,9 @@ class JointCodec(Codec):
     def traits(self) -> Traits:
         return self.codec.traits  # type: ignore[no-any-return]
 
+    def as_written(self) -> Settings:
+        return self.codec.as_written()  # type: ignore[no-any-return]
+
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         payloads = [
             part.codec.encode(
@@ -714,6 +722,9 @@ class JointCollective(Collective):
     @property
     def traits(self) -> Traits:
         return self.codec.traits  # type: ignore[no-any-return]
+
+    def as_written(self) -> Settings:
+        return self.codec.as_written()  # type: ignore[no-any-return]
 
     def bound(self, numel: int) -> Bound:
         return self.codec.bound(numel)  # type: ignore[no-any-return]

@@ -33,6 +33,13 @@ class Lossless(Codec):
     about 20 ns to code and 20 ns per worker to decode. ``python benchmarks/lossless.py`` measures
     this.
 
+    The message has every bit of a gradient in float32, of NaN too, and one worker gets them back.
+    Arithmetic outside of the message changes these bits, and no others:
+
+    - NaN: it stays NaN. A sum over workers makes a signalling NaN quiet. So does the cast of
+      float16 to float32. The cast of float32 to bfloat16 may replace a NaN's sign and payload.
+    - −0: ``TwoShot`` and FSDP add what they decode to zero, which makes 0 of it.
+
     Between two workers the mean has the bits of ``Identity()``. Among more, workers' gradients are
     added in the order of workers. ``Identity()`` among simulated workers does the same: the means
     have equal bits for float32, and for 16-bit gradients if W is 4. A real all-reduce adds each
@@ -100,7 +107,8 @@ class Lossless(Codec):
             with payload_validation.naming(self, bucket, sender):
                 payload_validation.fields(tuple(payload), wire_of(self, out.numel()))
                 values = _restored(payload, out.numel())
-            share = values * (1 / len(payloads))
+            # One worker's own bits: a product makes signalling NaNs quiet.
+            share = values if len(payloads) == 1 else values * (1 / len(payloads))
             if narrow is not None and fits is not None:
                 rounded = values.to(narrow)
                 fits &= rounded == values

@@ -265,6 +265,10 @@ class StepClock:
         self._spent, self._steps = 0.0, 0
         return found
 
+    def forget(self) -> None:
+        """Forget what has been seen, as of a step that is not to count."""
+        self._last, self._spent, self._steps = None, 0.0, 0
+
     def pause(self, step: int) -> None:
         """Note that validation begins after so many steps, within an epoch or after it."""
         if self._last is not None:

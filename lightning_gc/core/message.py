@@ -12,16 +12,22 @@ from torch import Tensor
 
 from lightning_gc.core.flow import Payload
 
-ALIGNMENT = 8
+FORMAT = 2
+"""Number of the layout of messages. Every change of what workers send raises it."""
+
+ALIGNMENT = 16
+"""Bytes. NCCL is slow where a worker's part of a collective is not a multiple of it."""
+
 SEAL_BYTES = 8
 
 
 class Message:
     """Byte layout of one payload as one contiguous message.
 
-    Tensors are sorted by descending element size, so each is aligned without padding. The end is
-    padded to 8 bytes, so that messages can be concatenated. A message with announced lengths ends
-    in a seal: 8 bytes computed from the lengths. A missing seal shows that the lengths were false.
+    Tensors are sorted by descending element size, so each is aligned without padding. The message
+    is padded to a multiple of 16 bytes, so that messages can be concatenated and each worker's part
+    of a collective is aligned. A message with announced lengths ends in a seal, behind the padding:
+    8 bytes computed from the lengths. A missing seal shows that the lengths were false.
 
     Args:
         dtypes: of the payload's tensors.
@@ -43,12 +49,12 @@ class Message:
             start = end
             end += torch.Size(self.shapes[i]).numel() * self.dtypes[i].itemsize
             self.spans[i] = (start, end)
-        self.padding = -end % ALIGNMENT
-        self.nbytes = end + self.padding
         self.seal: int | None = None
         if sealed is not None:
             self.seal = ~zlib.crc32(str(list(sealed)).encode())  # negative: no small number
-            self.nbytes += SEAL_BYTES
+        ending = 0 if sealed is None else SEAL_BYTES
+        self.padding = -(end + ending) % ALIGNMENT
+        self.nbytes = end + self.padding + ending
 
     @classmethod
     def of(cls, like: Payload, lengths: Sequence[int] | None = None) -> Message:
@@ -129,7 +135,7 @@ class Packed(tuple[Tensor, ...]):
 
     @property
     def padding(self) -> Tensor:
-        """The bytes behind the last tensor, 0 to 7."""
+        """The bytes behind the last tensor, 0 to 15."""
         end = self.layout.nbytes - (SEAL_BYTES if self.layout.seal is not None else 0)
         return self.message[end - self.layout.padding : end]
 

@@ -31,7 +31,7 @@ def naming(compressor: object, bucket: Bucket, sender: int | None) -> Iterator[N
         what = "the mean of all payloads" if sender is None else f"what worker {sender} sent"
         names = ", ".join(bucket.shapes)
         names = names if len(names) <= 80 else f"{names[:80]}..."
-        raise ValueError(f"{compressor!r} cannot decode {what} for {names}. {error}") from error
+        raise ValueError(f"{compressor} cannot decode {what} for {names}. {error}") from error
 
 
 def on_host(tensor: Tensor) -> bool:

@@ -103,10 +103,13 @@ def required_fields(cls: type) -> set[str]:
 def given_fields(value: Any) -> dict[str, Any]:
     """Return ``{name: value}`` of a dataclass's non-default fields, ``{}`` for other objects."""
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-    return {f.name: getattr(value, f.name) for f in fields if getattr(value, f.name) != _default(f)}
+    return {
+        f.name: getattr(value, f.name) for f in fields if getattr(value, f.name) != default_of(f)
+    }
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return a dataclass field's default, or ``dataclasses.MISSING``."""
     missing, factory = dataclasses.MISSING, field.default_factory
     return field.default if factory is missing else factory()
 
@@ -164,7 +167,13 @@ def did_you_mean(value: object, known: Collection[str]) -> str:
     return "" if close is None else f" (did you mean {close!r}?)"
 
 
-_MEANT = {"ef": "error_feedback", "h": "every"}
+_MEANT = {
+    "ef": "error_feedback",
+    "fraction": "density",
+    "h": "every",
+    "k": "density",
+    "ratio": "density",
+}
 """Names used in the literature -> our names, where the spelling is too different to match."""
 
 

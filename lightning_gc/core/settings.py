@@ -1,26 +1,121 @@
-"""Check the types of numeric fields of frozen configurations (Settings)."""
+"""Check calls of public classes, and the numeric fields of frozen configurations (Settings)."""
 
 import dataclasses
 import functools
+import inspect
 import math
-from collections.abc import Callable
-from typing import Any
+from abc import ABCMeta
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning_gc.core.registry import default_of, did_you_mean
 
 _WHOLE = ("int", "int | None", int, int | None)
 _NUMBERS = (*_WHOLE, "float", "float | None", float, float | None)
 """Annotations of the checked fields, as texts and as types."""
 
+_SHARE = "density"
+"""Field that is a share of elements, in every class: see "Words" in CONTRIBUTING."""
 
-class Settings:
+
+class CheckedCalls(ABCMeta):
+    """Metaclass: refuse a call with wrong arguments in a sentence of its own.
+
+    Python's ``TypeError`` names internal classes, and no argument that was meant. A call that binds
+    costs nothing.
+
+    Raises:
+        ValueError: an unknown argument, one that is missing, too many, or 1 as a share of elements.
+    """
+
+    if not TYPE_CHECKING:  # type checkers are to read ``__init__``
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            """Make an instance."""
+            if args and type(args[0]) is int and args[0] == 1 and next(iter(_takes(cls))) == _SHARE:
+                raise ValueError(
+                    f"{cls.__name__}(1): {_SHARE} is a share, and 1 sends every element. Write "
+                    f"{cls.__name__}(0.01) for one percent, or {_SHARE}=1.0 for all."
+                )
+            try:
+                return super().__call__(*args, **kwargs)
+            except TypeError:
+                wrong = _wrong_call(cls, args, kwargs)
+                if not wrong:
+                    raise
+            raise ValueError(wrong)
+
+        @property
+        def __signature__(cls) -> inspect.Signature:
+            return inspect.Signature(list(_takes(cls).values()))
+
+
+def _takes(cls: type) -> dict[str, inspect.Parameter]:
+    parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+    return {each.name: each for each in parameters[1:]}  # without self
+
+
+def _wrong_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return what is wrong with the arguments of a call, or an empty text."""
+    name, takes = cls.__name__, list(_takes(cls).values())
+    open_ended = {each.kind for each in takes}
+    named = [each for each in takes if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    in_order = [each.name for each in named if each.kind is not each.KEYWORD_ONLY]
+    given = {*in_order[: len(args)], *kwargs}
+    unknown = [each for each in kwargs if each not in {each.name for each in named}]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in open_ended:
+        return unknown_argument(cls, unknown[0], [each.name for each in named])
+    if len(args) > len(in_order) and inspect.Parameter.VAR_POSITIONAL not in open_ended:
+        most = f"at most {len(in_order)}: {_listed(in_order)}" if in_order else "none"
+        return f"{name} was given {len(args)} without a name; it takes {most}."
+    twice = [each for each in in_order[: len(args)] if each in kwargs]
+    if twice:
+        return f"{name}({twice[0]}=...): the first arguments, without a name, give it already."
+    missing = [e.name for e in named if e.default is e.empty and e.name not in given]
+    if not missing:
+        return ""
+    words = [*(["..."] if given else []), *(f"{each}=..." for each in missing)]
+    return f"{name} needs {_listed(missing)}; write {name}({', '.join(words)})."
+
+
+def unknown_argument(cls: type, name: str, known: Collection[str], instead: str = "") -> str:
+    """Return a sentence on an argument that a class does not take.
+
+    Args:
+        cls: that was called.
+        name: of the argument.
+        known: names of those that it takes.
+        instead: what to write, if the caller knows; otherwise the class's own ``elsewhere``, or the
+            closest name, or all names of a short list.
+    """
+    said = f"{cls.__name__}({name}=...): unknown argument"
+    instead = instead or getattr(cls, "elsewhere", {}).get(name, "") or did_you_mean(name, known)
+    if not instead and len(known) <= 5:
+        instead = f"; it takes {_listed(list(known)) or 'none'}"
+    return f"{said}{instead}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+class Settings(metaclass=CheckedCalls):
     """Check ``float``, ``int`` and optional numeric fields before the subclass's own checks.
 
     A subclass's ``__post_init__`` compares fields with numbers. A text there would raise a
     ``TypeError`` that does not name the field. An ``int`` may be given as 2.0, but not as 2.5,
     infinity or NaN.
 
+    ``str`` is what a user would write, ``repr`` all fields.
+
     Raises:
         ValueError: a text in a numeric field, or a fraction in an ``int`` field.
+
+    Attributes:
+        elsewhere: argument that people expect -> the end of the sentence that refuses it.
     """
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self, *init_only: Any) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -32,7 +127,7 @@ class Settings:
                     f"{given} number; write {_number(value, example)}, without quotes."
                 )
             if whole and isinstance(value, float) and not value.is_integer():
-                better = math.ceil(value) if math.isfinite(value) else example
+                better = math.ceil(value) if 1 <= value < math.inf else example
                 raise ValueError(f"{given} whole number; use {better}.")
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -47,6 +142,47 @@ class Settings:
             own(self, *init_only)
 
         cls.__post_init__ = check_first  # type: ignore[method-assign]
+
+    def __str__(self) -> str:
+        return short(self)
+
+    def as_written(self) -> "Settings":
+        """Return what a user would have given for this."""
+        return self
+
+    @property
+    def main_field(self) -> str | None:
+        """The field that is always shown, without its name; None: no field."""
+        return None
+
+
+def short(value: Any) -> str:
+    """Return an instance as one would write it: without wrappers and settings that are default.
+
+    Example:
+        >>> from lightning_gc import QSGD, PerParameter, Quantised, SizeSwitch, TopK
+        >>> short(PerParameter(SizeSwitch(TopK(0.05)))), short(PerParameter(TopK(0.05)))
+        ('TopK(0.05)', 'PerParameter(TopK(0.05))')
+        >>> short(Quantised(TopK(0.05, selection="sampled"), QSGD(4)))
+        "Quantised(TopK(0.05, selection='sampled'), QSGD(4))"
+    """
+    main = None
+    if isinstance(value, Settings):
+        value = value.as_written()
+        main = value.main_field
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    fields = [field for field in dataclasses.fields(value) if field.init]
+    words, in_order = [], True
+    for field in fields:
+        own = getattr(value, field.name)
+        parts = dataclasses.is_dataclass(own)
+        if not parts and field.name != main and (own == default_of(field) or not field.repr):
+            in_order = False
+            continue
+        in_order = in_order and (parts or field.name == main or len(fields) == 1)
+        words.append(short(own) if in_order else f"{field.name}={short(own)}")
+    return f"{type(value).__name__}({', '.join(words)})"
 
 
 def _example(default: Any, whole: bool) -> str:

@@ -114,7 +114,7 @@ class Levels:
             return None
         if knob is None or not 0 <= level < float("inf"):
             raise ValueError(
-                f"Level {level!r} for {whose} makes no sense to {self._common_compressor!r}"
+                f"Level {level!r} for {whose} makes no sense to {self._common_compressor}"
                 + (f": {knob.field} is in {knob.low:g}..{knob.high:g}." if knob else ".")
             )
         nearest = knob.clamp(level)

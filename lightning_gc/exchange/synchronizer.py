@@ -16,8 +16,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_gc.core import Flow
-from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
-from lightning_gc.exchange.validation import check_agreement, digest_of, refuse_unknown_device
+from lightning_gc.exchange.kernel_compilation import compile_kernels
+from lightning_gc.exchange.validation import check_agreement, refuse_unknown_device
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.transports.accounting import Recording
@@ -56,7 +56,7 @@ class Synchronizer:
         interleaves with DDP's collectives.
 
     Attributes:
-        exchanged: whether a first bucket has been submitted.
+        rounds: that have ended here.
 
     Raises:
         ValueError: a device that is neither ``cpu`` nor ``cuda``; on all workers, if their
@@ -111,7 +111,7 @@ class Synchronizer:
         self._background = Background(self._recording, device, waits=waits or not queues)
         self._left = False
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
-        self.exchanged = False
+        self.rounds = 0
         self._compared: torch.futures.Future[Tensor] | None = None  # of the last verified round
 
     def _meet(
@@ -128,15 +128,13 @@ class Synchronizer:
         per_node = configuration.neighbours(dist.get_world_size(self._group))
         transport = Distributed(self._group, purpose, per_node)
         same = configuration.in_words() | {"verify": repr(verify)} | agreed
-        same["names and shapes of parameters"] = digest_of(workers.shapes)
-        same |= arithmetic(device, configuration.compressor)
-        check_agreement(same, transport, device)
+        same |= compile_kernels(configuration, device)
+        check_agreement(same, transport, device, workers.model)
         self._verification = verification(verify, type(self).__name__)
         self._compares = bool(verify) and self._island.size > 1
         shared = self._island.over(transport)
         self._recording = Recording(self._verification.transport(shared))
         workers.start([self._recording], revocable=revocable)
-        compile_kernels(workers.first, device)
         workers.run, hosts = _acquainted(workers.run, shared, device)
         scheme = configuration.scheme
         misplaced = None if scheme is None else scheme.misplaced(hosts)
@@ -166,7 +164,6 @@ class Synchronizer:
         self._background.check()
         if not self._round:
             self._before_round()
-            self.exchanged = True
         self._round.append(tuple(shapes))
         workers = self.workers
         if workers.regrouping is not None:
@@ -211,6 +208,7 @@ class Synchronizer:
             self._compared = self._background.submit(comparison, torch.empty(0, device="cpu"))
         workers.end_round(self._round)
         self._round = []
+        self.rounds += 1
 
     def check(self) -> None:
         """Raise an exception of the background thread, if any.

@@ -19,11 +19,14 @@ from torch.nn.parallel.distributed import _DDPSink
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
-from lightning_gc.exchange.kernel_compilation import FIXES
 from lightning_gc.memories import Memory
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 _SAME_ARGUMENTS = "All workers need the same configuration; give them the same arguments."
+_SAME_MODEL = (
+    "All workers need the same parameters and buffers, in the same order, dtypes and shapes, and "
+    "must train the same ones; make the model in the same way on all."
+)
 
 
 def check_controller(
@@ -44,8 +47,7 @@ def check_controller(
     controller.check(compressor.knob)
     if controller.needs.errors and not memory.buffers:
         raise ValueError(
-            f"{controller!r} watches the error, but {memory!r} keeps none; "
-            f"use memory=ErrorFeedback()."
+            f"{controller} watches the error, but {memory} keeps none; use memory=ErrorFeedback()."
         )
     if controller.needs.rounds and not rounds:
         raise ValueError(
@@ -89,20 +91,68 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
             )
 
 
-def refuse_second_hook(ddp: DistributedDataParallel) -> None:
-    """Raise RuntimeError if a module has a communication hook: DDP allows one.
+def refuse_second_hook(ddp: DistributedDataParallel, *, closed: bool | None) -> None:
+    """Raise RuntimeError if a module has a communication hook: DDP allows one, and keeps it.
 
     ``_apply_optimizer_in_backward`` and ``mixed_precision`` make DDP register one as well.
     ``_comm_hooks`` would not do: a copied module has the list of the original, but no hook.
+
+    Args:
+        ddp: the module.
+        closed: whether the handle of our hook is closed, so that the hook can be used again; None:
+            it has no hook of ours.
     """
     hook = ddp._get_ddp_logging_data().get("comm_hook")
-    if hook:
+    if closed is False:
+        raise RuntimeError(
+            "attach was called on this DistributedDataParallel module before, and that handle is "
+            "open. Call handle.close(), and then attach again."
+        )
+    if hook and closed is None:
         raise RuntimeError(
             f"This DistributedDataParallel module already has the communication hook {hook}, and "
             f"DDP allows one. Wrap the model again and register no other hook. An optimizer that "
             f"steps within the backward pass registers one, and so does DDP's mixed_precision: use "
             f"torch.autocast instead."
         )
+
+
+def refuse_steps_within_backward(ddp: DistributedDataParallel) -> None:
+    """Raise RuntimeError for torch's optimizers in the backward pass: they register DDP's hook.
+
+    DDP does so in its first forward pass.
+    """
+    if getattr(ddp, "_lazy_init_ran", False):
+        return
+    for name, param in ddp.module.named_parameters():
+        if hasattr(param, "_in_backward_optimizers"):
+            raise RuntimeError(
+                f"{name} has an optimizer that steps within the backward pass, by "
+                f"_apply_optimizer_in_backward, for which DDP registers its only communication "
+                f"hook. Make one optimizer, and call step() after loss.backward()."
+            )
+
+
+def refuse_own_gradients(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], fix: str
+) -> None:
+    """Raise RuntimeError if an optimizer would step on gradients that were not exchanged.
+
+    Gradients of zeros pass: torch makes a step with them to create an optimizer's state.
+
+    Args:
+        optimizer: its step comes next, and nothing was exchanged since the last one.
+        names: parameter -> name, of those whose gradients should have been exchanged.
+        fix: what to do.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and param in names and bool(param.grad.any()):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step was called, but no gradient has been "
+                    f"exchanged since its last step, such as that of {names[param]}, so workers "
+                    f"would drift apart. {fix}."
+                )
 
 
 def refuse_complex_parameters(names: Mapping[Tensor, str], compressor: Compressor) -> None:
@@ -125,7 +175,7 @@ def refuse_unsynchronised(
     swapped later would be trained by each worker on its own, and plain DDP does not notice.
     """
     for name, param in module.named_parameters():
-        if param.requires_grad and param not in names:
+        if param.requires_grad and param.numel() and param not in names:
             raise RuntimeError(
                 f"{name} was unfrozen, added or replaced after the fit began. Its gradient is not "
                 f"exchanged, so workers would drift apart. Change the model between two fits, or "
@@ -134,7 +184,7 @@ def refuse_unsynchronised(
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                if param.requires_grad and param not in names:
+                if param.requires_grad and param.numel() and param not in names:
                     raise RuntimeError(
                         f"Parameter group {number} of {type(optimizer).__name__} has a tensor of "
                         f"shape {tuple(param.shape)} that is not a parameter of the module. Its "
@@ -182,27 +232,90 @@ def _ends_first_pass_synchronised() -> bool:
     return bool(ended)
 
 
+FIXES = {
+    "wire format": (
+        "They would expect messages of other sizes; install the same version of lightning_gc on "
+        "all."
+    ),
+    "lightning_gc": (
+        "Versions may compress and send differently; install the same version on all workers."
+    ),
+    "torch": (
+        "Versions may round differently, and workers' weights would part unnoticed; install the "
+        "same version on all."
+    ),
+    "kernels": (
+        "They may differ in the last bit, and workers' weights would part unnoticed; a worker "
+        "without Triton's kernels has no triton, or has warned why. Install triton on all, or on "
+        "none."
+    ),
+    "vector instructions": (
+        "With and without fused multiply-add results differ in the last bit, and workers' weights "
+        "would part unnoticed; unset ATEN_CPU_CAPABILITY, or use machines of one kind."
+    ),
+    "device": (
+        "This method decodes by matrix products, whose last bits differ between devices, so "
+        "workers' weights would part unnoticed. Use devices of one model, or a method that treats "
+        "elements one by one, such as TopK or QSGD."
+    ),
+    "numba": (
+        "This method decodes by matrix products, whose last bits differ with and without numba, so "
+        "workers' weights would part unnoticed. Install numba on all workers, or on none."
+    ),
+}
+"""Name -> why a difference is refused, and what to do."""
+
+
 def check_agreement(
-    configuration: Mapping[str, str], transport: Distributed, device: torch.device
+    configuration: Mapping[str, str],
+    transport: Distributed,
+    device: torch.device,
+    model: Mapping[str, str] | None = None,
 ) -> None:
     """Raise ValueError on all workers if one's configuration or model differs from worker 0's.
 
     For a key of ``arithmetic``, the sentence says why it must be equal.
+
+    Args:
+        configuration: name -> text.
+        transport: to the other workers.
+        device: one that it can send from.
+        model: ``Workers.model``. Its digest is sent, and the descriptions only if digests differ.
     """
-    ours = "\n".join(f"{name}={value}" for name, value in configuration.items())
+    same = configuration if model is None else {**configuration, MODEL: digest_of(model)}
+    found = _difference(same, transport, device)
+    if found is None:
+        return
+    name = found[1].partition("=")[0]
+    fix = FIXES.get(name, _SAME_ARGUMENTS)
+    if model is not None and name == MODEL:
+        found, fix = _difference(model, transport, device) or found, _SAME_MODEL
+    worker, expected, other = found
+    raise ValueError(f"Worker {worker} has {other}, but worker 0 has {expected}. {fix}")
+
+
+MODEL = "tensors of the model"
+"""Name of its digest among the settings that must be equal on all workers."""
+
+
+def _difference(
+    own: Mapping[str, str], transport: Distributed, device: torch.device
+) -> tuple[int, str, str] | None:
+    """Return the first worker that differs, with the first lines of worker 0 and it that do."""
+    ours = "\n".join(f"{name}={value}" for name, value in own.items())
     texts = [text.splitlines() for text in gather_text(ours, transport, device)]
     for worker, text in enumerate(texts):
         for expected, found in itertools.zip_longest(texts[0], text, fillvalue="nothing more"):
             if found != expected:
-                fix = FIXES.get(expected.partition("=")[0], _SAME_ARGUMENTS)
-                raise ValueError(f"Worker {worker} has {found}, but worker 0 has {expected}. {fix}")
+                return worker, expected, found
+    return None
 
 
-def digest_of(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return number and digest of parameter names and shapes, in order."""
-    parameters = [f"{name} {shape}" for name, shape in shapes.items()]
-    digest = hashlib.sha256("\n".join(parameters).encode()).hexdigest()
-    return f"{len(parameters)} of digest {digest[:12]}"
+def digest_of(named: Mapping[str, object]) -> str:
+    """Return number and digest of names and what is said of each, in order."""
+    lines = [f"{name} {value}" for name, value in named.items()]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return f"{len(lines)} of digest {digest[:12]}"
 
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.core import Flow, Structure
 from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.core.registry import make
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import by_default, combine, waits_of_step
+from lightning_gc.engine.compatibility import combine, waits_of_step
 from lightning_gc.engine.engine import compressor_state
 from lightning_gc.engine.levels import Requested, RequestedLevels
 from lightning_gc.exchange.validation import refuse_complex_parameters
@@ -177,6 +179,7 @@ class Workers:
         exchanged: what errors are in units of: ``"gradients"`` or ``"weights"``.
         saves: whether this process writes their side files; one of an island's does.
         run: a random name of this fit, equal on all workers, for checkpoints.
+        model: name -> description of every parameter and buffer, which must be equal on all.
     """
 
     def __init__(self, configuration: Configuration) -> None:
@@ -195,11 +198,13 @@ class Workers:
         self.exchanged = "gradients"
         self.saves = True
         self.run = ""
+        self.model: dict[str, str] = {}
 
     def name(self, module: nn.Module) -> None:
-        """Set ``names`` to the trained parameters of ``module``."""
+        """Set ``names`` to the trained parameters of ``module``, and describe its tensors."""
         trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
         self.names = {param: plain_name(name) for name, param in trained}
+        self.model = model_in_words(module)
 
     def start(self, accounts: Sequence[Recorder], *, revocable: bool) -> None:
         """Make an engine per account, or reuse an earlier fit's engines.
@@ -346,6 +351,26 @@ def reshard(module: nn.Module) -> None:
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.reshard()
+
+
+def model_in_words(module: nn.Module) -> dict[str, str]:
+    """Return name -> kind, dtype and shape of each parameter and buffer; of tied ones the first."""
+    firsts: dict[Tensor, str] = {}
+    found = {}
+    tensors = itertools.chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
+    for name, tensor in tensors:
+        plain = plain_name(name)
+        first = firsts.setdefault(tensor, plain)
+        trained = "trained" if tensor.requires_grad else "not trained"
+        kind = f"parameter, {trained}" if isinstance(tensor, nn.Parameter) else "buffer"
+        cut = f" in {tensor.placements}" if isinstance(tensor, DTensor) else ""
+        same = "" if first == plain else f", tied to {first}"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found[plain] = f"{dtype} {tuple(tensor.shape)}{cut} ({kind}{same})"
+    return found
 
 
 def plain_name(name: str) -> str:

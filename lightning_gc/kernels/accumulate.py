@@ -27,7 +27,7 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
         >>> out
         tensor([ 0.5000,  0.0000, -1.0000])
     """
-    if fused(out) and positions.is_contiguous() and values.is_contiguous():
+    if fused(out, "tensors") and positions.is_contiguous() and values.is_contiguous():
         from lightning_gc.kernels.gpu import tensors as gpu
 
         gpu.accumulate(out, positions, values, scale)

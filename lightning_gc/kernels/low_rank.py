@@ -172,7 +172,7 @@ class Factors:
 
 def kernels_for(buffer: Tensor, rank: int) -> ModuleType | None:
     """Return the kernels that factor matrices of ``buffer``, or None: then torch does."""
-    if fused(buffer) and rank <= MAX_RANK:
+    if fused(buffer, "low_rank") and rank <= MAX_RANK:
         return family("low_rank", buffer)
     if compiled(buffer, "low_rank") and rank <= MAX_RANK_ON_HOST:
         return family("low_rank", buffer)

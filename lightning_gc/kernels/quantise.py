@@ -52,7 +52,7 @@ def quantise(
         (tensor([6], dtype=torch.uint8), tensor([ 0.0000, -0.2500]))
     """
     others = [norms, noise] if isinstance(noise, Tensor) else [norms]
-    if fused(buffer) and all(other.is_contiguous() for other in others):
+    if fused(buffer, "levels") and all(other.is_contiguous() for other in others):
         from lightning_gc.kernels.gpu import levels as gpu
 
         return gpu.quantise(buffer, norms, block_size, bits, noise)
@@ -199,7 +199,7 @@ def dequantise(
         tensor([3., 0.])
     """
     contiguous = packed.is_contiguous() and norms.is_contiguous()
-    if fused(out) and contiguous and norms.dtype == torch.float32:
+    if fused(out, "levels") and contiguous and norms.dtype == torch.float32:
         from lightning_gc.kernels.gpu import levels as gpu
 
         gpu.dequantise(packed, norms, block_size, bits, out, scale)

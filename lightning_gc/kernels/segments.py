@@ -31,7 +31,7 @@ def peaks(flat: Tensor, segments: Segments, work: Workspace | None = None) -> Te
         ``(n,)``, the largest magnitudes. On CPU without numba it is the L2 norm where that is
         neither 0 nor infinite, since it takes a tenth of the time.
     """
-    if fused(flat):
+    if fused(flat, "segments"):
         from lightning_gc.kernels.gpu import segments as gpu
 
         return gpu.peaks(flat, segments, work or Workspace(segments))
@@ -78,7 +78,7 @@ class Idle:
             target: ``(numel,)``, changed in place.
             source: ``(numel,)``.
         """
-        if fused(source) and fused(target):
+        if fused(source, "segments") and fused(target, "segments"):
             from lightning_gc.kernels.gpu import segments as gpu
 
             gpu.move_idle(how, target, source, self._peaks, self._segments.pieces)
@@ -113,7 +113,7 @@ def silence(flat: Tensor, found: Tensor, segments: Segments) -> Tensor:
     Returns:
         The flag, ``(1,)``: 0, or NaN if a peak is not finite.
     """
-    if fused(flat):
+    if fused(flat, "segments"):
         from lightning_gc.kernels.gpu import segments as gpu
 
         return gpu.silence(flat, found, segments)
@@ -129,7 +129,7 @@ def silence(flat: Tensor, found: Tensor, segments: Segments) -> Tensor:
 
 def clean(flat: Tensor) -> None:
     """Set elements of ``flat``, ``(numel,)``, that are not finite to zero."""
-    if fused(flat):
+    if fused(flat, "segments"):
         from lightning_gc.kernels.gpu import segments as gpu
 
         gpu.clean(flat)

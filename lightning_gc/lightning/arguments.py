@@ -9,7 +9,10 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
-from lightning_gc.core.registry import did_you_mean
+from lightning_gc.core.settings import unknown_argument
+
+ELSEWHERE = {"error_feedback": "; memory=NoMemory() turns it off, memory=ErrorFeedback() on"}
+"""``elsewhere`` of strategies; see ``Settings``."""
 
 _HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -74,11 +77,8 @@ def refuse_unknown(
     known = [name for each in (*_makers(strategy), *takes_the_rest) for name in _arguments(each)]
     for name, value in given.items():
         if name not in known:
-            raise ValueError(
-                f"{strategy.__name__}({name}=...): unknown argument"
-                + (_of_compressor(compressor, name, value) or did_you_mean(name, known))
-                + "."
-            )
+            field = _of_compressor(compressor, name, value)
+            raise ValueError(unknown_argument(strategy, name, known, field))
 
 
 def _of_compressor(compressor: Compressor | str, name: str, value: Any) -> str:

@@ -17,6 +17,7 @@ from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.control.training_progress import moment_of
 from lightning_gc.controllers import Controller
 from lightning_gc.core.bucket import in_memory_order
+from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.engine import Engine
 from lightning_gc.exchange import Configuration, Workers, configure
 from lightning_gc.exchange.peers import Parts
@@ -26,6 +27,7 @@ from lightning_gc.exchange.workers import learning_rates_of
 from lightning_gc.flavours import EitherLightning, package_of
 from lightning_gc.lightning import workarounds
 from lightning_gc.lightning.api import StrategyAPI
+from lightning_gc.lightning.arguments import ELSEWHERE
 from lightning_gc.lightning.workarounds import (
     Joining,
     PeerNaming,
@@ -120,7 +122,7 @@ class Lookahead:
         self._before.clear()
 
 
-class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
+class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=CheckedCalls):
     """Connects the workers of this process to Lightning's hooks. Nothing numerical.
 
     Attributes:
@@ -130,6 +132,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         verify: what workers compare.
     """
 
+    elsewhere = ELSEWHERE
     network: NetworkModel | None = None
     verify: Verify = 0
     _timeout: timedelta | None = None
@@ -172,7 +175,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
 
         Lightning's Fabric shows it where it is given a strategy for a Trainer.
         """
-        words = f" with {self.compressor!r}" if hasattr(self, "compressor") else ""
+        words = f" with {self.compressor}" if hasattr(self, "compressor") else ""
         package = package_of(type(self))
         words += f" for the Trainer of {package}; Fabric takes CompressedFabricStrategy"
         return f"<{type(self).__name__}{words}>"
@@ -218,7 +221,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
         share = self.memory.lookahead
         if share and not self.lightning_module.automatic_optimization:
             raise ValueError(
-                f"{self.memory!r} moves the weights around each forward and backward pass, which "
+                f"{self.memory} moves the weights around each forward and backward pass, which "
                 f"only automatic optimization distinguishes; use that, or memory=ErrorFeedback()."
             )
         self._close()
@@ -235,6 +238,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning):
             self._more_workers,
             self._common_weights if share else None,
             self.control_loop,
+            "In manual optimization, call self.manual_backward(loss) instead of loss.backward()",
         )
         self._attached = make(setup)
         self.control_loop = self._attached.control

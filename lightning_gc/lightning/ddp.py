@@ -14,11 +14,14 @@ from lightning_gc.attachment.attached import AttachedDDP
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
+from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.exchange.workers import model_in_words
 from lightning_gc.lightning.arguments import refuse_other_hooks, refuse_unknown
 from lightning_gc.lightning.base import RealWorker
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+from lightning_gc.transports.distributed import Distributed
 
 
 class CompressedDDP(RealWorker):
@@ -71,8 +74,9 @@ class CompressedDDP(RealWorker):
             embedding gradients, or workers that differ: in configuration, in versions of torch or
             Triton, or, with a low-rank method, in the model of their devices.
         RuntimeError: in a backward pass, a parameter that was unfrozen, added or replaced after the
-            fit began, as by ``BaseFinetuning``; DDP would not exchange its gradient. In an
-            optimizer's step, ``loss.backward()`` instead of ``self.manual_backward(loss)``.
+            fit began, as by ``BaseFinetuning``; DDP would not exchange its gradient. Before an
+            optimizer's step, gradients that have not been exchanged, as after ``loss.backward()``
+            instead of ``self.manual_backward(loss)``.
 
     Warns:
         UserWarning: one worker: gradients are compressed, but nothing is sent.
@@ -108,6 +112,12 @@ class CompressedDDP(RealWorker):
         self.verify = verify
         super().__init__(**ddp_kwargs)
 
+    def _setup_model(self, model: Any) -> DistributedDataParallel:
+        """Wrap the module, after workers have compared theirs: DDP broadcasts by the own sizes."""
+        check_agreement({}, Distributed(), self.root_device, model_in_words(model))
+        ddp: DistributedDataParallel = super()._setup_model(model)
+        return ddp
+
     def _register_ddp_hooks(self) -> None:
         """Attach to the wrapped module; Lightning registers hooks on CUDA only."""
         ddp = self.model
@@ -128,21 +138,3 @@ class CompressedDDP(RealWorker):
                 "static_graph=True with manual optimization does not synchronise the first step in "
                 "this version of Lightning; use Lightning 2.6 or later, or static_graph=False."
             )
-
-    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step; raise RuntimeError for gradients of a fit in which nothing has been exchanged.
-
-        In manual optimization Lightning lets DDP exchange them in ``manual_backward`` only.
-        """
-        stepped = super().optimizer_step(optimizer, *args, **kwargs)
-        attached = self._attached
-        exchanged = not isinstance(attached, AttachedDDP) or attached.has_exchanged
-        given = [param for group in optimizer.param_groups for param in group["params"]]
-        trained = any(param.grad is not None and param in self.names for param in given)
-        if not exchanged and self.workers > 1 and trained:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step was called, but no gradient has been exchanged "
-                f"in this fit, so workers drift apart. In manual optimization, call "
-                f"self.manual_backward(loss) instead of loss.backward()."
-            )
-        return stepped

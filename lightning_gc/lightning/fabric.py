@@ -18,17 +18,20 @@ from lightning_gc.checkpoint.side_file_store import FabricCheckpoint
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
+from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.exchange import configure
-from lightning_gc.exchange.validation import check_controller
+from lightning_gc.exchange.validation import check_agreement, check_controller
 from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.exchange.workers import model_in_words
 from lightning_gc.flavours import FABRICS, EitherLightning, package_of
-from lightning_gc.lightning.arguments import refuse_other_hooks, refuse_unknown
+from lightning_gc.lightning.arguments import ELSEWHERE, refuse_other_hooks, refuse_unknown
 from lightning_gc.lightning.workarounds import Joining, PeerNaming, SingleTrainer
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+from lightning_gc.transports.distributed import Distributed
 
 
-class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
+class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, metaclass=CheckedCalls):
     """DDP of Lightning's Fabric, whose workers exchange compressed gradients.
 
     Use it as ``Fabric(strategy=CompressedFabricStrategy(TopK(density=0.01)))``, or by name:
@@ -68,6 +71,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
 
     _owner = "Fabric"
     _packages = FABRICS
+    elsewhere = ELSEWHERE
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
 
         A Trainer shows it where it is given a strategy for Fabric.
         """
-        parts = f" with {self.configuration.compressor!r}" if hasattr(self, "configuration") else ""
+        parts = f" with {self.configuration.compressor}" if hasattr(self, "configuration") else ""
         place = f" for Fabric of {package_of(type(self))}"
         trainer = "a Trainer takes CompressedDDPStrategy"
         return f"<{type(self).__name__}{parts}{place}; {trainer}>"
@@ -144,6 +148,8 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module in ``DistributedDataParallel`` and compress what that exchanges."""
         self._refuse_rates_unknown(module)
+        # DDP broadcasts by the own sizes of each.
+        check_agreement({}, Distributed(), self.root_device, model_in_words(module))
         ddp: DistributedDataParallel = super().setup_module(module)
         before = self._attached.pop(module, None)
         if before is not None:  # set up again, as for another phase of training
@@ -157,6 +163,8 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
             scaler=getattr(self.precision, "scaler", None),
             timeout=self._timeout,
             verify=self.verify,
+            bypassed="Call the module that fabric.setup returned, not the one it was given, and "
+            "step after a backward pass outside of fabric.no_backward_sync",
         )
         self._attached[module] = AttachedDDP(ddp, setup).watch()
         return ddp
@@ -230,7 +238,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning):
         memory = self.configuration.memory
         if memory.lr_aware and not self._optimizers_of(module):
             raise ValueError(
-                f"{memory!r} rescales errors by the learning rates, so the optimizer must be known "
+                f"{memory} rescales errors by the learning rates, so the optimizer must be known "
                 f"from the first step on; set up both together: fabric.setup(model, optimizer)."
             )
 

@@ -16,6 +16,7 @@ from lightning_gc.checkpoint.shard_store import Part
 from lightning_gc.compressors import Compressor, Identity
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
+from lightning_gc.core.settings import short
 from lightning_gc.exchange import Configuration
 from lightning_gc.lightning.arguments import changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
@@ -72,7 +73,9 @@ class CompressedFSDP(ShardedStrategy):
         state: errors in checkpoints. ``"full"``: every rank's, 4 bytes per parameter and rank.
             ``"mean"``: their mean. ``"off"``: none. No memory, no errors.
         verify: ``"payload"``: every message has a checksum, so that a damaged one is not decoded
-            but named with its sender. A number of steps is refused: no two ranks have the same
+            but named with its sender. Before each exchange ranks compare the number of the unit,
+            which costs a message of 4 bytes. Ranks that use different units end with their names.
+            A number of steps is refused: no two ranks have the same
             shard to compare.
         min_numel: as for ``CompressedDDPStrategy``, in elements of the full parameter.
         compressor: the former name of ``gradients``, deprecated.
@@ -96,6 +99,8 @@ class CompressedFSDP(ShardedStrategy):
             model without ``fully_shard``, on a mesh of other ranks or of two dimensions, with
             trained parameters outside, tensor parallelism, gradients reduced in float16, a custom
             reduce-scatter or another divisor; ranks with other settings or units.
+        PeerError: ranks exchange different units, with ``verify="payload"``; on the host, with
+            ``weights``, if the units have equal sizes.
         RuntimeError: torch before 2.9; in a backward pass, parameters that were unfrozen since or,
             with torch before 2.13, that have no gradient; a pass after one that was interrupted.
 
@@ -140,7 +145,7 @@ class CompressedFSDP(ShardedStrategy):
         **model_parallel_kwargs: Any,
     ) -> None:
         if compressor is not None:
-            said = f"{_OWNER}(compressor=...) is deprecated. Write gradients={compressor!r}."
+            said = f"{_OWNER}(compressor=...) is deprecated. Write gradients={short(compressor)}."
             warnings.warn(said, DeprecationWarning, stacklevel=2)
             gradients = compressor
         given: Compressor | str = Identity() if gradients is None else gradients

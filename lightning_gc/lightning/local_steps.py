@@ -60,6 +60,7 @@ from lightning_gc.local_steps.refusals import (
     refuse_optimizers,
     refuse_settings,
     refuse_shards,
+    warn_of_one_round,
 )
 from lightning_gc.local_steps.roll import Roll
 from lightning_gc.local_steps.round_plan import Outer, RoundPlan
@@ -80,13 +81,17 @@ class LocalHooks(CompressedStrategy):
         outer: the step of the common weights.
         unequal: how unequal workers share a round, or None.
         island: N, processes of each worker.
+        elastic: where workers meet that may die, leave and join, or None.
     """
 
     _all_rounds: Sequence[LocalRounds] = ()
     """Rounds of this process's workers, while fitting. Between steps the module is the first's."""
     _first_callback: type[FirstCallback]
     _first: FirstCallback | None = None
-    _own_steps: OwnSteps
+    elastic: Elastic | None = None
+    _own_steps: OwnSteps | None = None
+    _stepping = False
+    """Whether the Trainer's optimizer step is under way, which counts."""
     _exchanges_rounds = True
     _paused: Sequence[float] = ()
 
@@ -117,7 +122,15 @@ class LocalHooks(CompressedStrategy):
     def _keep(self, rounds: Sequence[LocalRounds]) -> None:
         """Begin a fit with these rounds, and let checkpoints keep them."""
         self._all_rounds = rounds
-        self._own_steps = OwnSteps(type(self).__name__)
+        self._own_steps = OwnSteps(
+            type(self).__name__,
+            self.local_workers.names,
+            lambda: rounds[0].length * len(rounds),
+            self._refuse_outside,
+            counted=lambda: self._stepping,
+            fix="Return it from configure_optimizers",
+        )
+        self._listen()
         self._own = keep(self.local_workers, rounds, lambda: self.optimizers, self._scaler)
         if self._keeps_mean:
             self.local_workers.kept[ROUNDS] = [MeanDrift(each) for each in rounds]
@@ -131,6 +144,27 @@ class LocalHooks(CompressedStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
         refuse_optimizers(type(self).__name__, self.optimizers)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Hear all optimizer steps: rounds or optimizers are new, whichever were made last."""
+        if self._own_steps is not None:
+            self._own_steps.end()
+            self._own_steps.begin(self.optimizers)
+
+    def _refuse_outside(self) -> None:
+        """Raise RuntimeError for a step of the Trainer's optimizer that the Trainer does not make.
+
+        A step within ``training_step`` or ``backward`` is within the Trainer's only where no
+        micro-batches are accumulated, on real workers.
+        """
+        if not self._stepping:
+            raise RuntimeError(
+                f"{type(self).__name__} counts the steps that the Trainer makes, but its optimizer "
+                f"makes one outside of them, which would not count, so workers would drift apart. "
+                f"Let the Trainer make all steps, as with automatic optimization, or use "
+                f"CompressedDDPStrategy."
+            )
 
     def _active_rounds(self) -> LocalRounds:
         """Return the rounds of the worker whose batch is running."""
@@ -163,11 +197,11 @@ class LocalHooks(CompressedStrategy):
         if rounds.rests:
             closure()  # skips its batch, and tells Lightning that it has run
             return None
-        args = (closure, *args)
-        if self._own_steps.begun:
-            return super().optimizer_step(optimizer, *args, **kwargs)
-        with self._own_steps.heard(optimizer):
-            return super().optimizer_step(optimizer, *args, **kwargs)
+        self._stepping = True
+        try:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        finally:
+            self._stepping = False
 
     def _ends(self) -> bool:
         """Return whether this step is the last one."""
@@ -180,9 +214,11 @@ class LocalHooks(CompressedStrategy):
         first = self._all_rounds[0]
         if not first.apart and self._on_any(first.weights.moved):
             self._begin_at_loaded()
+        if self.elastic is None:  # else it is to get others' weights
+            first.weights.refuse_not_finite(type(self).__name__)
         if self.controller is None and self.engines[0].worker == 0:
             steps = steps_of(self.lightning_module.trainer)
-            warn_of_few_rounds(self.compressor, steps, self.plan.every)
+            warn_of_few_rounds(type(self).__name__, self.compressor, steps, self.plan.every)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -198,7 +234,7 @@ class LocalHooks(CompressedStrategy):
         super().on_validation_end()
         if self._rounds is not None:
             weights = self._rounds.weights
-            if self.show == "common" and self._on_any(weights.shown and weights.replaced):
+            if self.show == "common" and self._on_any(weights.shown and bool(weights.replaced)):
                 weights.forget()
                 self._begin_at_loaded()
             weights.hide()
@@ -288,7 +324,9 @@ class LocalHooks(CompressedStrategy):
         super().teardown()
         if self._first is not None:
             self._first.leave()
-        self._first = None
+        if self._own_steps is not None:
+            self._own_steps.end()
+        self._first = self._own_steps = None
         self._all_rounds = self.local_workers.rounds = ()
 
     def _arrive(self) -> None:
@@ -323,10 +361,13 @@ def tokens_of(module: Any, batch: Any) -> int:
     )
 
 
-def warn_of_few_rounds(compressor: Compressor, steps: int | None, every: int) -> None:
-    """Warn if a sparsifier has so few rounds that it does not send most elements even once."""
+def warn_of_few_rounds(owner: str, compressor: Compressor, steps: int | None, every: int) -> None:
+    """Warn if a sparsifier does not send most elements even once, or a run has not one round."""
     knob = compressor.knob
-    if steps is None or knob is None or knob.field != "density" or compressor.level is None:
+    if steps is None:
+        return
+    if knob is None or knob.field != "density" or compressor.level is None:
+        warn_of_one_round(owner, steps, every)
         return
     rounds = -(-steps // every)
     if rounds * compressor.level < 1:
@@ -596,6 +637,7 @@ class LocalSteps(LocalHooks, RealWorker):
         if self._exchange is not None:
             trainer = self.lightning_module.trainer
             self._exchange.enter(self._all_rounds[0], TrainerLoop(trainer))
+            self._all_rounds[0].weights.refuse_not_finite(type(self).__name__)
 
     @property
     def number(self) -> int:

@@ -39,6 +39,7 @@ class Fragment:
         self._sizes = [math.prod(shape) for shape in self.shapes.values()]
         dtypes = (param.dtype for param in self.params.values())
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        self._made = [(part.dtype, part.device) for part in self._parts]
         self.anchor = self.weights()
         self.velocity = torch.zeros_like(self.anchor) if outer.momentum else None
 
@@ -59,12 +60,33 @@ class Fragment:
         held = zip(self.anchor.split(self._sizes), self.params.values(), strict=True)
         return [piece.to(param.dtype).to(self.dtype) for piece, param in held]
 
+    def differing(self) -> dict[str, Tensor]:
+        """Return parameter name -> whether this worker's is not the common one, ``()``."""
+        self._refuse_cast()
+        pairs = zip(self.params, self._parts, self._starts(), strict=True)
+        return {n: ~_same(part.reshape(-1), start).all() for n, part, start in pairs}
+
+    def _refuse_cast(self) -> None:
+        """Raise RuntimeError for a parameter that has been given another dtype or device."""
+        for name, part, made in zip(self.params, self._parts, self._made, strict=True):
+            if (now := (part.dtype, part.device)) != made:
+                old, new = (f"{dtype} on {device}" for dtype, device in (made, now))
+                raise RuntimeError(
+                    f"{name} is {new} now, but was {old} when its rounds began, in which weights "
+                    f"are exchanged. Call model.to(...) before you begin local steps, and use "
+                    f"torch.autocast for passes in half precision."
+                )
+
     def distance(self) -> Tensor:
         """Return Δ, the common weights minus this worker's, ``(numel,)``: what is exchanged.
 
         From the weights with which it has gone on, so that where it has not moved Δ is exactly 0,
         and what the anchor has beyond the parameters' precision is kept.
+
+        Raises:
+            RuntimeError: a parameter has been given another dtype or device.
         """
+        self._refuse_cast()
         apart = torch.empty_like(self.anchor)
         own = (part.reshape(-1).to(self.dtype) for part in self._parts)
         for piece, start, now in zip(apart.split(self._sizes), self._starts(), own, strict=True):
@@ -185,14 +207,27 @@ class CommonWeights:
         self._aside = None
 
     @property
-    def replaced(self) -> bool:
-        """Whether the module's weights are not the common ones."""
-        return any(not torch.equal(each.weights(), each.start()) for each in self.fragments)
+    def replaced(self) -> list[str]:
+        """The parameters whose values in the module are not the common ones; NaN equals NaN."""
+        flags = {name: flag for each in self.fragments for name, flag in each.differing().items()}
+        return _set(flags)
 
     @property
     def moved(self) -> bool:
         """Whether the module's weights or buffers are not the common ones."""
-        return self.replaced or self.buffers.moved
+        return bool(self.replaced) or self.buffers.moved
+
+    def refuse_not_finite(self, owner: str) -> None:
+        """Raise ValueError for common weights that are not finite: every round would be lost."""
+        poisoned = [each for each in self.fragments if not bool(each.anchor.isfinite().all())]
+        anchors = (item for each in poisoned for item in each.named(each.anchor).items())
+        odd = [name for name, anchor in anchors if not bool(anchor.isfinite().all())]
+        if odd:
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise ValueError(
+                f"{owner}: the weights that all workers begin with are not finite: {odd[0]}{more}. "
+                f"Every round would be lost; load or initialise them before."
+            )
 
     def begin(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Take weights, ``(numel,)`` for each fragment, and buffers for the common ones."""
@@ -446,6 +481,12 @@ class CommonBuffers:
         still = self._still
         here = {**self.live, **{name: still[name] for name in self._changed()}}
         return {name: tensor.detach().clone() for name, tensor in here.items()}
+
+
+def _set(flags: Mapping[str, Tensor]) -> list[str]:
+    """Return the names whose flag is set; a device is waited for once."""
+    found = torch.stack(list(flags.values())).tolist() if flags else []
+    return [name for name, is_set in zip(flags, found, strict=True) if is_set]
 
 
 def _same(one: Tensor, other: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
 
 from lightning_gc.core import TEXT, WHOLE, Each, Flow, Record
@@ -30,14 +30,14 @@ from lightning_gc.core.pytree import Tree, each_tensor
 from lightning_gc.core.settings import Settings
 from lightning_gc.core.state_structure import ERRORS
 from lightning_gc.engine.error_buffers import to_host
-from lightning_gc.exchange.kernel_compilation import arithmetic, compile_kernels
+from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.synchronizer import leave
-from lightning_gc.exchange.validation import digest_of, refuse_unknown_device
+from lightning_gc.exchange.validation import MODEL, digest_of, refuse_unknown_device
 from lightning_gc.exchange.workers import Shapes, Workers
+from lightning_gc.local_steps.channel import Seal
 from lightning_gc.local_steps.local_rounds import LocalRounds
 from lightning_gc.local_steps.rendezvous import (
     Line,
-    Seal,
     address_towards,
     check_secret,
     host_and_port,
@@ -99,8 +99,9 @@ class Elastic(Settings):
         timeout: seconds of a message between workers. A worker that says nothing for so long is
             dead.
         patience: seconds that a worker waits for a rendezvous, or for ``min_workers``.
-        secret: a long random text that all jobs and the rendezvous share. Without it everybody who
-            reaches the rendezvous may take part, and change the training.
+        secret: a long random text that all jobs and the rendezvous share, such as one of ``openssl
+            rand -base64 32``. Without it everybody who reaches the rendezvous may take part, and
+            change the training.
         number: this worker's number; None: the rendezvous gives one.
         address: host that the other workers reach this machine by; None: its address on the way
             to the rendezvous.
@@ -230,8 +231,9 @@ class ElasticExchange:
 
     Communication pattern:
         Reports to the rendezvous every quarter of a second, and when there is something to say.
-        Per round a process group of its members, in it the compressor's exchange, and three
-        answers of the rendezvous. A snapshot goes from one member to a worker that joins.
+        Per round a process group of its members, which meet at the rendezvous, in it the
+        compressor's exchange, and three answers of the rendezvous. A snapshot goes from one member
+        to a worker that joins.
 
     Attributes:
         size: number of members of the last round.
@@ -270,7 +272,6 @@ class ElasticExchange:
         self.elastic, self._workers, self._device = elastic, workers, device
         self._recording = Recording(self.island.over(Seat()))
         workers.start([self._recording], revocable=True)
-        compile_kernels(workers.first, device)
         self._seal = Seal(elastic.secret)
         self._still = threading.Lock()  # held while the common weights change
         self._changing = False  # whether the training thread holds it
@@ -290,8 +291,8 @@ class ElasticExchange:
         held = sum(p.numel() * 4 for p in workers.names)  # and outer momentum, buffers, names
         self._most = 16 * held + (1 << 24)
         same = workers.configuration.in_words() | dict(agreed)
-        same["names and shapes of parameters"] = digest_of(workers.shapes)
-        same |= arithmetic(device, workers.configuration.compressor)
+        same[MODEL] = digest_of(workers.model)
+        same |= compile_kernels(workers.configuration, device)
         if size > 1:
             same["island"] = str(size)
         settings = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
@@ -465,8 +466,7 @@ class ElasticExchange:
 
         def answer(question: Callable[[Wire], Any]) -> Any:
             if not wires:
-                there = host_and_port(address, "Worker")
-                visit = visiting(there, self._seal, self._most, float(self.elastic.timeout))
+                visit = visiting(address, self._seal, self._most, float(self.elastic.timeout))
                 wires.append(stack.enter_context(visit))
             return question(wires[0])
 
@@ -566,9 +566,12 @@ class ElasticExchange:
         engine.worker, engine.workers = rank, size
         failed = True
         groups: list[dist.ProcessGroup] = []
+        meeting = ExitStack()  # torch's group does not keep a store of Python alive
         try:
             self.island.compare([each.result for each in sent if each.names], "an island's round")
-            transport = self._transport(done.group, rank, size, groups)
+            transport = self._transport(
+                partial(self._group, done.group, rank, size, meeting), rank, size, groups
+            )
             transport.sent_bytes = self._recording.inner.sent_bytes
             self._recording.inner = self.island.over(transport)
             self._recording.worker, self._recording.workers = rank, size
@@ -592,6 +595,7 @@ class ElasticExchange:
         finally:
             for group in groups:
                 leave(group, failed)
+            meeting.close()
             engine.worker, engine.workers, engine.peers = 0, 1, size
             if failed:
                 self._undo()
@@ -602,22 +606,26 @@ class ElasticExchange:
         self._report()
 
     def _transport(
-        self, name: str, rank: int, size: int, groups: list[dist.ProcessGroup]
+        self,
+        make: Callable[[], dist.ProcessGroup],
+        rank: int,
+        size: int,
+        groups: list[dist.ProcessGroup],
     ) -> Transport:
         """Return the transport of an attempt; rank 0 adds its group to ``groups``."""
 
-        def make() -> str:
-            groups.append(self._group(name, rank, size))
+        def add() -> str:
+            groups.append(make())
             return ""
 
-        self.island.say(make)
+        self.island.say(add)
         return Distributed(groups[0], "an elastic round") if groups else Seat(rank, size)
 
-    def _group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
+    def _group(self, name: str, rank: int, size: int, meeting: ExitStack) -> dist.ProcessGroup:
         """Return the process group of an attempt, which is this process's for a while."""
         assert self._line is not None
         timeout = timedelta(seconds=self.elastic.timeout)
-        store = PrefixStore(name, self._line.store(timeout))
+        store = meeting.enter_context(self._line.store(name, float(self.elastic.timeout)))
         backend = "nccl" if self._device.type == "cuda" and dist.is_nccl_available() else "gloo"
         group, _ = _new_process_group_helper(
             size, rank, [], backend, store, group_name=GroupName(name), timeout=timeout
@@ -728,16 +736,15 @@ class ElasticExchange:
         for number, address in sorted(self._neighbours.items()):
             if number == self.number:
                 continue
-            with suppress(OSError, ValueError):
-                there = host_and_port(address, "Worker")
-                with visiting(there, self._seal, self._most, float(self.elastic.timeout)) as wire:
-                    wire.send(said)
-                    if wire.receive() == {"taken": True}:
-                        _log.info(
-                            "Worker %d leaves; worker %d has its error of norm %.6g.",
-                            *(self.number, number, norm),
-                        )
-                        return
+            visit = visiting(address, self._seal, self._most, float(self.elastic.timeout))
+            with suppress(OSError, ValueError), visit as wire:
+                wire.send(said)
+                if wire.receive() == {"taken": True}:
+                    _log.info(
+                        "Worker %d leaves; worker %d has its error of norm %.6g.",
+                        *(self.number, number, norm),
+                    )
+                    return
         _log.warning(
             "Worker %d leaves, and no other worker takes its error of norm %.6g.",
             *(self.number, norm),

@@ -465,10 +465,16 @@ class LocalRounds:
             warnings.warn(sentence, stacklevel=2)
 
 
-def embeddings(module: nn.Module, names: Mapping[Tensor, str]) -> set[str]:
-    """Return the names of trained parameters that embeddings look up, tied ones too."""
+def embeddings(
+    module: nn.Module, names: Mapping[Tensor, str], *, bounded: bool = False
+) -> set[str]:
+    """Return the names of trained parameters that embeddings look up, tied ones too.
+
+    ``bounded``: only those that have a ``max_norm``, and so change in forward passes.
+    """
     tables = (each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
-    return {names[each.weight] for each in tables if each.weight in names}
+    chosen = (each for each in tables if not bounded or each.max_norm is not None)
+    return {names[each.weight] for each in chosen if each.weight in names}
 
 
 def finished(waits: Waits) -> bool:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gc.compressors import Compressor
@@ -40,18 +46,18 @@ def refuse_settings(
     """
     if not compressor.traits.conserves:
         raise ValueError(
-            f"{owner}({compressor!r}): its workers vote, and the result has equal magnitudes, so "
+            f"{owner}({compressor}): its workers vote, and the result has equal magnitudes, so "
             f"it is not the mean of their differences of weights; use EFSignSGD() for signs with "
             f"magnitudes, or QSGD(4)."
         )
     if memory.lr_aware:
         raise ValueError(
-            f"{owner}(memory={memory!r}): differences of weights contain the learning rate "
+            f"{owner}(memory={memory}): differences of weights contain the learning rate "
             f"already, so errors must not follow it; use memory=ErrorFeedback()."
         )
     if memory.lookahead or memory.reads_weights:
         raise ValueError(
-            f"{owner}(memory={memory!r}): it changes gradients by weights or weights by errors at "
+            f"{owner}(memory={memory}): it changes gradients by weights or weights by errors at "
             f"each optimizer step, but weights are exchanged only every H steps; use "
             f"memory=ErrorFeedback()."
         )
@@ -60,12 +66,12 @@ def refuse_settings(
             memory.check_optimizer({"momentum": outer.momentum})
         except ValueError:
             raise ValueError(
-                f"{owner}(memory={memory!r}, outer={outer!r}): the memory has the outer momentum; "
+                f"{owner}(memory={memory}, outer={outer}): the memory has the outer momentum; "
                 f"use outer=OuterSGD(lr={outer.lr!r}), or memory=ErrorFeedback()."
             ) from None
     if isinstance(outer, RadialDirectional) and compressor.traits.kind == "sparsifier":
         raise ValueError(
-            f"{owner}({compressor!r}, outer={outer!r}): the mean of a few elements would be "
+            f"{owner}({compressor}, outer={outer}): the mean of a few elements would be "
             f"stretched to the length of all; use a quantiser, such as QSGD(4), or "
             f"outer=OuterSGD()."
         )
@@ -138,7 +144,7 @@ def refuse_elastic(
         )
     if isinstance(outer, RadialDirectional):
         raise ValueError(
-            f"{owner}(elastic={elastic!r}, outer={outer!r}): an elastic round that is repeated "
+            f"{owner}(elastic={elastic!r}, outer={outer}): an elastic round that is repeated "
             f"would scale distances twice; use outer={outer.sgd!r}."
         )
     if controller is not None:
@@ -153,7 +159,7 @@ def refuse_elastic(
         )
     if configuration.neighbours(_MANY) > 1:
         raise ValueError(
-            f"{owner}(elastic={elastic!r}, scheme={configuration.scheme!r}): its nodes need a "
+            f"{owner}(elastic={elastic!r}, scheme={configuration.scheme}): its nodes need a "
             f"fixed number of workers; use AllGather() or TwoShot()."
         )
 
@@ -285,17 +291,20 @@ def refuse_optimizers(owner: str, optimizers: Iterable[Optimizer]) -> None:
 
     One that communicates in ``step`` is known by its class, or by an attribute: a process group or
     device mesh of several workers, which distributed Muon and Shampoo keep. One that averages its
-    weights itself, as schedule-free ones do, is known by its methods ``train`` and ``eval``.
+    weights itself, as schedule-free ones do, is known by its methods ``train`` and ``eval``. A
+    framework's wrapper has both for whatever it holds, so the optimizer inside is asked.
     """
     for optimizer in optimizers:
-        for part in _with_wrapped(optimizer):
+        for part in with_held(optimizer):
             classes = [
                 c for c in type(part).__mro__ if c.__module__.startswith("torch.distributed")
             ]
             known = _COMMUNICATING & {cls.__name__ for cls in classes}
             if known:
-                raise ValueError(_why_refused(owner, optimizer, f"is or holds a {known.pop()}"))
-            if callable(getattr(part, "train", None)):  # and so it has eval() too
+                found = f"is or holds a {known.pop()}"
+                raise ValueError(_why_refused(owner, optimizer, optimizer, found))
+            averages = all(callable(getattr(part, name, None)) for name in ("train", "eval"))
+            if averages and innermost(part) is part:
                 raise ValueError(
                     f"{type(part).__name__} has train() and eval(), between which it moves the "
                     f"weights to their average, and with {owner} each worker would have "
@@ -306,15 +315,28 @@ def refuse_optimizers(owner: str, optimizers: Iterable[Optimizer]) -> None:
                 kinds = _GROUPS & {cls.__name__ for cls in type(value).__mro__}
                 if kinds and value.size() > 1:
                     held = f"has a {kinds.pop()} of {value.size()} workers as {name}"
-                    raise ValueError(_why_refused(owner, optimizer, held))
+                    raise ValueError(_why_refused(owner, optimizer, part, held))
 
 
-def _with_wrapped(optimizer: Any) -> list[Any]:
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer whose hooks torch calls; Fabric and Accelerate hand steps on to it."""
+    while HOOKS not in vars(optimizer) and isinstance(
+        getattr(optimizer, "optimizer", None), Optimizer
+    ):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+HOOKS = "_optimizer_step_post_hooks"
+"""Attribute of every optimizer whose hooks torch calls."""
+
+
+def with_held(optimizer: Any) -> list[Any]:
     """Return an optimizer and those that it holds, each once."""
     found: list[Any] = []
     left = [optimizer]
     while left:
-        part = left.pop()
+        part = left.pop(0)
         if any(part is each for each in found):
             continue
         found.append(part)
@@ -325,28 +347,43 @@ def _with_wrapped(optimizer: Any) -> list[Any]:
     return found
 
 
-def _why_refused(owner: str, optimizer: Any, found: str) -> str:
+def _why_refused(owner: str, optimizer: Any, part: Any, found: str) -> str:
+    name = type(part).__name__
+    within = "" if part is optimizer else f" in {type(optimizer).__name__}"
+    use = "an optimizer for one worker, such as torch.optim.AdamW"
+    if "muon" in name.lower():
+        use = "a Muon for one worker, such as torch.optim.Muon or SingleDeviceMuon"
     return (
-        f"{type(optimizer).__name__} {found}, which communicates with other workers in each step. "
-        f"With {owner} a worker makes its steps alone, and only weights are exchanged. Use an "
-        f"optimizer for one worker, such as torch.optim.AdamW, or exchange gradients at each step, "
-        f"with CompressedDDPStrategy or attach."
+        f"{name}{within} {found}, which communicates with other workers in each step. With {owner} "
+        f"a worker makes its steps alone, and only weights are exchanged. Use {use}, or exchange "
+        f"gradients at each step, with CompressedDDPStrategy or attach."
     )
 
 
 class OwnSteps:
-    """Hears a worker's optimizer step, and refuses one that communicates in its first step.
+    """Hears all optimizer steps of the exchanged weights: the worker's own count, others end it.
 
-    Every worker refuses it at its own first collective, so that none waits for another. An
-    optimizer that communicates in later steps only is not noticed.
+    The own optimizers are those given. An optimizer that one of them holds counts as well, if it
+    steps all parameters, as ``SAM.base_optimizer`` does when ``second_step`` is called by hand.
 
-    Torch calls an optimizer's hooks once more within a ``step`` that calls ``super().step()``. A
-    step is heard once.
+    Refused are, before they move a weight: in the first step a collective, which every worker calls
+    first, so that none waits for another; the step of any other optimizer of exchanged weights, as
+    one made for a warm restart, and of a part by itself, as within the backward pass. An optimizer
+    that communicates in later steps only is not noticed.
+
+    Torch calls an optimizer's hooks once more within a ``step`` that calls ``super().step()``, and
+    those of held ones. A step is heard once. One that has raised is forgotten.
+
+    Warns of ``every`` steps in a row, or 2, that had no gradient and changed no weight.
 
     Args:
         owner: the strategy or class, for the sentence.
+        names: exchanged parameter -> name.
+        every: returns H, times the workers that make steps here.
         before: called before each step.
         after: called after each step.
+        counted: whether a step of any optimizer counts now.
+        fix: what to do about the step of an optimizer that was not given.
 
     Attributes:
         begun: whether a first step has been made.
@@ -355,74 +392,244 @@ class OwnSteps:
     def __init__(
         self,
         owner: str,
+        names: Mapping[Tensor, str],
+        every: Callable[[], int],
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
+        counted: Callable[[], bool] = lambda: False,
+        fix: str = "",
     ) -> None:
-        self._owner, self._do_before, self._do_after = owner, before, after
+        self._owner, self._names, self._every = owner, names, every
+        self._do_before, self._do_after, self._counted, self._fix = before, after, counted, fix
         self.begun = False
+        self._given: Sequence[Optimizer] = ()
+        self._parts: Sequence[Optimizer] = ()  # and those that they hold
         self._hooks: list[Any] = []
-        self._depth = 0
+        self._under_way: list[Optimizer] = []  # the outermost first
+        self._frame: Any = None  # of the outermost's step
         self._watch: _Watch | None = None
+        self._trains = True  # whether there were gradients before the step
+        self._idle = self._versions = 0  # steps in a row without gradients; after the last of them
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """Hear the steps of this optimizer from now on."""
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+    @property
+    def inside(self) -> bool:
+        """Whether a step is under way."""
+        return bool(self._under_way)
+
+    def begin(self, optimizers: Iterable[Optimizer]) -> None:
+        """Hear steps from now on; these are the worker's own optimizers."""
+        self._given = tuple(optimizers)
+        self._parts = [part for each in self._given for part in with_held(each)]
+        for part in self._parts:
+            if HOOKS in vars(part):
+                self._hooks += [
+                    part.register_step_pre_hook(self._before),
+                    part.register_step_post_hook(self._after),
+                ]
+        # Torch keeps this one for the process, and must not keep the worker with it.
+        hear = weakref.WeakMethod(self._hear)
+        self._hooks.append(register_optimizer_step_pre_hook(partial(_call, hear)))
 
     def end(self) -> None:
         """Hear no more."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._depth = [], 0
-        self._leave()
+        self._hooks = []
+        self._forget()
 
-    @contextlib.contextmanager
-    def heard(self, optimizer: Optimizer) -> Iterator[None]:
-        """Hear the steps within this."""
-        self.begin(optimizer)
-        try:
-            yield
-        finally:
-            self.end()
+    def _forget(self) -> None:
+        self._under_way, self._frame = [], None
+        if self._watch is not None:
+            self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._watch = None
+
+    def _hear(self, optimizer: Optimizer) -> None:
+        """Refuse a step of exchanged weights that does not count."""
+        if any(optimizer is part for part in self._parts) or self.inside or self._counted():
+            return
+        name = self._stepped_by(optimizer)
+        if name is not None:
+            self._refuse(optimizer, name, self._fix)
+
+    def _stepped_by(self, optimizer: Optimizer) -> str | None:
+        """Return the name of an exchanged weight that the optimizer steps, if there is one."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return next((self._names[param] for param in params if param in self._names), None)
+
+    def _refuse(self, optimizer: Optimizer, name: str | None, fix: str) -> None:
+        given = " and ".join(type(each).__name__ for each in self._given)
+        raise RuntimeError(
+            f"{self._owner} counts the steps of the {given} that it was given, but another "
+            f"{type(optimizer).__name__} steps {name}. Such steps would not count, and workers "
+            f"would drift apart. {fix}."
+        )
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if not self._depth:
-            self._do_before()
-        self._depth += 1
-        if self._depth > 1 or self.begun:
+        if self.inside and not _on_stack(self._frame):
+            self._forget()  # it has raised
+        if not self.inside:
+            self._begin_step(optimizer, bool(args) or kwargs.get("closure") is not None)
+        self._under_way.append(optimizer)
+        if len(self._under_way) > 1 or self.begun:
             return None
-        self._watch = watch = _Watch(lambda found: _why_refused(self._owner, optimizer, found))
+        self._watch = watch = _Watch(self._why, partial(_on_stack, self._frame))
         args = tuple(watch.leaving(each) if callable(each) else each for each in args)
         if callable(kwargs.get("closure")):
             kwargs = kwargs | {"closure": watch.leaving(kwargs["closure"])}
         watch.__enter__()  # type: ignore[no-untyped-call]
         return args, kwargs
 
+    def _begin_step(self, optimizer: Optimizer, closure: bool) -> None:
+        if not any(optimizer is each for each in self._given):
+            own = {p for group in optimizer.param_groups for p in group["params"]}
+            whole = next(each for each in self._given if optimizer in with_held(each))
+            params = (p for group in whole.param_groups for p in group["params"])
+            if any(p in self._names and p not in own for p in params):
+                fix = f"Call the step() of {type(whole).__name__} that holds it"
+                self._refuse(optimizer, self._stepped_by(optimizer), fix)
+        self._do_before()
+        self._frame = threading.get_ident(), sys._getframe(2)
+        self._trains = not closure and self._has_gradients
+
+    def _why(self, found: str) -> str:
+        outer, part = self._under_way[0], self._under_way[-1]
+        return _why_refused(self._owner, outer, part, found)
+
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth -= 1
-        if self._depth:
+        self._under_way.pop()
+        if self._under_way:
             return
-        self._leave()
+        self._forget()
         self.begun = True
+        if self._trains or self._has_gradients:
+            self._idle = 0
+        else:
+            self._note_idle(optimizer)
         self._do_after()
 
-    def _leave(self) -> None:
-        if self._watch is not None:
-            self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._watch = None
+    @property
+    def _has_gradients(self) -> bool:
+        return any(param.grad is not None for param in self._names)
+
+    def _note_idle(self, optimizer: Optimizer) -> None:
+        """Count a step that had no gradient; one that changes weights all the same trains."""
+        before, self._versions = self._versions, versions(self._names)
+        self._idle = self._idle + 1 if not self._idle or before == self._versions else 0
+        if self._idle == max(self._every(), 2):
+            warnings.warn(
+                f"{self._owner} has counted {self._idle} steps of {type(optimizer).__name__} in a "
+                f"row in which no exchanged weight had a gradient, so nothing was trained. Call "
+                f"backward before step, on the model and the optimizer that {self._owner} has.",
+                stacklevel=2,
+            )
+
+
+def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Call a method of an object that may be gone."""
+    bound = method()
+    if bound is not None:
+        bound(optimizer)
+
+
+def _on_stack(frame: tuple[int, Any]) -> bool:
+    """Return whether a frame of a thread is being run, as seen from it; True from other threads."""
+    thread, wanted = frame
+    if thread != threading.get_ident():
+        return True
+    here: Any = sys._getframe(1)
+    while here is not None and here is not wanted:
+        here = here.f_back
+    return here is not None
+
+
+def versions(params: Iterable[Tensor]) -> int:
+    """Return a number that changes when torch changes a tensor in place; no tensor is read."""
+    return sum(param._version for param in params)
+
+
+def warn_of_one_round(owner: str, steps: int, every: int) -> None:
+    """Warn of a run of fewer steps than a round has, if it is one."""
+    if steps < every:
+        warnings.warn(
+            f"{owner}(every={every}): the run has {steps} steps, fewer than a round, so workers "
+            f"exchange only once, at its end. Use every={max(steps // 10, 1)}, say.",
+            stacklevel=2,
+        )
+
+
+class UncountedPasses:
+    """Warns of weights that are trained without a step that counts, as by a loop of its own.
+
+    A forward pass with gradients that follows another one without a step between them is no fault:
+    micro-batches are accumulated. It is one if weights have changed in between again and again.
+    ``.data`` is not seen to change.
+
+    In a loop that makes a step after each pass this costs one addition for each.
+
+    Args:
+        owner: the class, for the sentence.
+        names: exchanged parameter -> name.
+        every: returns H.
+        inside: whether a step is under way, whose closure may run passes.
+        first: called before the first pass after a step.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        names: Mapping[Tensor, str],
+        every: Callable[[], int],
+        inside: Callable[[], bool],
+        first: Callable[[], None],
+    ) -> None:
+        self._owner, self._names, self._every, self._inside = owner, names, every, inside
+        self._first = first
+        self._passes = self._changes = self._versions = 0
+
+    def step(self) -> None:
+        """Note that a step has been counted."""
+        self._passes = self._changes = 0
+
+    def before(self, module: nn.Module) -> None:
+        """Note that a forward pass begins."""
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        if self._inside():
+            return
+        self._passes += 1
+        if self._passes == 1:
+            self._first()
+        if self._passes > 2 and versions(self._names) != self._versions:
+            self._changes += 1
+        if self._changes and self._passes > self._every():
+            self.step()
+            warnings.warn(
+                f"{self._owner}: the weights have changed in {self._every()} or more forward "
+                f"passes without a step of its optimizer, so nothing was exchanged. Train by the "
+                f"optimizer that {self._owner} was given.",
+                stacklevel=2,
+            )
+
+    def after(self, module: nn.Module) -> None:
+        """Note that a forward pass ends, which may itself change weights, as by ``max_norm``."""
+        if not torch.compiler.is_compiling() and self._passes > 1:
+            self._versions = versions(self._names)
 
 
 class _Watch(TorchDispatchMode):
-    """Raises ValueError at a collective of this thread; the exchange runs in another thread."""
+    """Raises ValueError at a collective of this thread; the exchange runs in another thread.
 
-    def __init__(self, why: Callable[[str], str]) -> None:
+    Args:
+        why: returns the sentence.
+        runs: whether the step is still under way; it may have raised.
+    """
+
+    def __init__(self, why: Callable[[str], str], runs: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._why = why
+        self._why, self._runs = why, runs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _COLLECTIVES:
+        if func.namespace in _COLLECTIVES and self._runs():
             raise ValueError(self._why(f"calls {func}"))
         return func(*args, **(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""Rendezvous and Line: a TCPStore with the keeper of an elastic run, and a worker's line to it."""
+"""Rendezvous and Line: where the keeper of an elastic run is heard, and a worker's line to it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,40 @@ import atexit
 import contextlib
 import dataclasses
 import errno
-import hashlib
-import hmac
 import ipaddress
 import json
 import logging
+import math
 import queue
 import re
 import secrets
+import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import Store, TCPStore
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
+from lightning_gc.core import TEXT, Listed, Record
+from lightning_gc.core.state_structure import INTEGER
+from lightning_gc.local_steps.channel import (
+    Guest,
+    HandshakeError,
+    Link,
+    Listener,
+    Seal,
+    calling,
+)
 from lightning_gc.local_steps.roll import (
     BEAT,
+    NEAR,
     Ended,
     Entry,
     Keeper,
@@ -42,55 +54,26 @@ from lightning_gc.local_steps.roll_file import BusyError, RollFile
 
 _log = logging.getLogger(__name__)
 KEPT = 4096
-"""Number of entries of the log that the store keeps."""
-_STORE = timedelta(seconds=20)
-"""How long the store may take for an answer."""
+"""Number of entries of the log that a worker can still be told."""
+SILENCE = 20.0
+"""Seconds after which a worker calls a rendezvous again that says nothing."""
+_PULSE = 5.0
+"""Seconds between two signs of life of a rendezvous."""
+_MOST = 1 << 24
+"""Most bytes of a report, an entry or an address of a group."""
+_CROWD = 680
+"""Most reports in a second that a rendezvous asks for, as long as workers stay near."""
+_NAP = 2.8e-5
+"""Seconds for each worker that a rendezvous waits between two looks, up to 14 ms."""
+_SPACES = 8
+"""Groups whose members may still be looking for each other."""
+_PLACE = "rendezvous"
 PAUSE = 3.0
 """Seconds without an answer, after which a worker serves in place of a rendezvous that has died."""
 TAKEN = 10.0
 """Seconds in which ``lightning-gc rendezvous`` takes a port over from a worker."""
 _LAST_READ = 0.5
 """Seconds in which others read what a rendezvous has decided last, before it ends."""
-_IN_FILE, _WANTED = "in file", "wanted"
-"""Places of the last round in the roll's file, and of a wish to take the port over."""
-
-
-class Seal:
-    """Signs texts with a shared secret, so that no stranger is believed.
-
-    HMAC-SHA256 over the place and the text. It hides nothing. Without a secret it finds damage.
-
-    Args:
-        secret: equal on all workers and the rendezvous.
-
-    Example:
-        >>> sealed = Seal("a secret").closed("report/0", "hello")
-        >>> Seal("a secret").opened("report/0", sealed.encode())
-        'hello'
-    """
-
-    def __init__(self, secret: str | None) -> None:
-        self._key = hashlib.sha256((secret or "").encode()).digest()
-
-    def sign(self, *parts: bytes | bytearray) -> bytes:
-        """Return 32 bytes that only those who have the secret can make."""
-        made = hmac.new(self._key, digestmod=hashlib.sha256)
-        for part in parts:
-            made.update(len(part).to_bytes(8, "big"))
-            made.update(part)
-        return made.digest()
-
-    def closed(self, place: str, text: str) -> str:
-        """Return a signed text."""
-        return self.sign(place.encode(), text.encode()).hex() + text
-
-    def opened(self, place: str, data: bytes) -> str:
-        """Return the text; ValueError if it was not signed, for this place, with the secret."""
-        sign, text = bytes(data[:64]), bytes(data[64:])
-        expected = self.sign(place.encode(), text).hex().encode()
-        if not hmac.compare_digest(sign, expected):
-            raise ValueError(f"{place} is not signed with this secret.")
-        return text.decode()
 
 
 def host_and_port(address: Any, owner: str, name: str = "address") -> tuple[str, int]:
@@ -129,7 +112,11 @@ def check_secret(secret: Any, owner: str) -> None:
 
 
 class Rendezvous:
-    """Serves a TCPStore, and decides on rounds in a thread of this process.
+    """Hears workers, and decides on rounds, in one thread of this process.
+
+    It pushes entries of the log when they are said, and hears a report when it comes. It forgets a
+    connection when that ends. Idle it costs next to nothing: it looks at the clock so rarely that
+    this takes a hundredth of a core, and asks crowds to report less often.
 
     It may be stopped and started again: the file and the members' reports hold all that it needs to
     know.
@@ -144,6 +131,7 @@ class Rendezvous:
 
     Attributes:
         port: on which it listens.
+        leaves: time at which a worker that serves it gives the port to ``lightning-gc rendezvous``.
 
     Raises:
         RuntimeError: the port cannot be used, or another process writes the file.
@@ -152,81 +140,249 @@ class Rendezvous:
 
     def __init__(self, port: int, secret: str | None = None, roll: Path | None = None) -> None:
         check_secret(secret, "Rendezvous")
-        self._seal, self._roll = Seal(secret), None
-        self._store = TCPStore(
-            "0.0.0.0", port, is_master=True, wait_for_workers=False, timeout=_STORE
-        )
-        self.port = int(self._store.port)
-        self._term, self._said = secrets.token_hex(4), 0
+        try:
+            self._listener = Listener((port,), Seal(secret), _MOST, _PLACE)
+        except OSError as error:
+            raise RuntimeError(f"Port {port} cannot be used ({error}). Give another one.") from (
+                error
+            )
+        self.port = self._listener.port
+        self._term, self._said = secrets.token_hex(4), deque[str](maxlen=KEPT)
+        self._oldest = 0  # number of the oldest entry that is kept
         self._ended = threading.Event()
-        self._strangers = 0
+        self._meetings = Meetings()
+        self._known: dict[tuple[str, int], Round] = {}  # told by members
+        self.leaves = math.inf
         try:
             self._roll = None if roll is None else RollFile(roll)
         except BaseException:
-            del self._store  # and its port
+            self._listener.close()
             raise
-        if self._roll is not None:
-            self._store.set(_IN_FILE, self._seal.closed(_IN_FILE, self._roll.end))
         keeper = Keeper(time.monotonic(), file=() if self._roll is None else self._roll.found)
         self._thread = threading.Thread(
             target=self._keep, args=(keeper,), name="rendezvous", daemon=True
         )
-        self._store.set("head", self._seal.closed("head", f"{self._term} 0"))
         self._thread.start()
-        atexit.register(self.close)  # a thread in torch's store would abort the process
+        atexit.register(self.close)
 
     def close(self) -> None:
-        """Stop the keeper and the store; again does nothing."""
+        """Stop the keeper, and hang up; again does nothing."""
         atexit.unregister(self.close)
         self._ended.set()
+        self._listener.wake()
         self._thread.join()
-        if self.__dict__.pop("_store", None) is not None and self._roll is not None:
-            self._roll.close()
 
     def _keep(self, keeper: Keeper) -> None:
-        known: dict[str, bytes] = {}
-        while not self._ended.wait(0.005):
-            for slot in range(self._store.add("slots", 0)):
-                place = f"report/{slot}"
-                if place not in known and not self._store.check([place]):
-                    continue
-                data = self._store.get(place)
-                if known.get(place) != data:
-                    known[place] = data
-                    self._hear(keeper, place, data)
-            for entry in keeper.tick(time.monotonic()):
-                self._say(entry)
+        due = rest = pulse = 0.0
+        while not self._ended.is_set():
+            heard = self._listener.wait(min(due, pulse))
+            now, began = time.monotonic(), time.thread_time()
+            for guest, message in heard:
+                if message:
+                    self._hear(keeper, guest, message, now)
+                    due = min(due, rest)
+                elif isinstance(guest.note, _Worker):
+                    keeper.hear_again(guest.note.token, now)
+            if now >= due:
+                said = keeper.tick(now)
+                for entry in said:
+                    self._say(entry)
+                took = time.thread_time() - began
+                rest = now + took
+                due = now if said else now + min(max(0.02, 400 * took), NEAR / 2)
+            if now >= pulse:
+                pulse = now + _PULSE
+                self._tell(self._listener.guests, pace=self._pace())
+            # Reports of a crowd are read together: a wake-up costs more than ten of them.
+            self._ended.wait(min(len(self._listener.guests) * _NAP, 0.014))
+        self._listener.close()
+        if self._roll is not None:
+            self._roll.close()
 
-    def _hear(self, keeper: Keeper, place: str, data: bytes) -> None:
+    def _pace(self) -> float:
+        """Return the seconds between two reports that workers are asked for."""
+        return min(max(BEAT, len(self._listener.guests) / _CROWD), NEAR / 2)
+
+    def _tell(self, guests: Iterable[Guest], **message: Any) -> None:
+        data = json.dumps(message).encode()
+        for guest in [*guests]:
+            if isinstance(guest.note, _Worker):
+                self._listener.send(guest, data)
+
+    def _hear(self, keeper: Keeper, guest: Guest, message: bytearray, now: float) -> None:
+        """Take a message of a worker: a report, or a question."""
         try:
-            keeper.hear(Report.read(self._seal.opened(place, data)), time.monotonic())
+            match guest.note, json.loads(message):
+                case _Worker(), {"report": str(text)}:
+                    report = Report.read(text)
+                    guest.note.token = report.token
+                    keeper.hear(report, now)
+                case _Worker(), {"round": dict(known)}:
+                    self._learn(Round.of(known))
+                case None, {"wanted": "port"}:
+                    self.leaves = min(self.leaves, now + _LAST_READ)
+                    self._listener.drop(guest)
+                case None, {"term": str(term), "cursor": int(cursor)}:
+                    guest.note = _Worker()
+                    self._catch_up(guest, term, cursor)
+                case None, {"do": _} as asked:
+                    self._meet(guest, asked)
+                case _, other:
+                    raise ValueError(f"{str(other)[:60]} is not a message of a worker.")
         except (ValueError, TypeError) as error:
-            self._strangers += 1
-            if self._strangers in (1, 10, 100, 1000):
-                _log.warning("The rendezvous has ignored a report: %s", error)
+            self._listener.note("ignored", f"ignored a message: {error}")
+            if isinstance(guest.note, _Worker):
+                self._tell([guest], trouble=f"the rendezvous has ignored a report: {error}")
+            else:
+                self._listener.drop(guest)
+
+    def _learn(self, known: Round) -> None:
+        """Keep a round of another rendezvous for the file, among the last ones."""
+        self._known[known.run, known.round] = known
+        if len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
+
+    def _catch_up(self, guest: Guest, term: str, cursor: int) -> None:
+        """Let a worker go on in the same log, or begin in a new one; say where the file ends."""
+        end = self._oldest + len(self._said)
+        if term != self._term:
+            # A restarted keeper speaks to those who were there before.
+            cursor = 0 if term else end
+        at = min(max(cursor, self._oldest), end)
+        file = None if self._roll is None else self._roll.end
+        self._tell([guest], term=self._term, at=at, pace=self._pace(), file=file)
+        for text in [*self._said][at - self._oldest :]:
+            self._tell([guest], entry=text)
+
+    def _meet(self, guest: Guest, asked: Any) -> None:
+        """Answer a ``MeetingStore``, or note what it waits for."""
+        answer = self._meetings.answer(asked)
+        guest.note = asked if answer is None else None
+        if answer is not None:
+            self._listener.send(guest, json.dumps(answer).encode())
+            waiting = [g for g in self._listener.guests if isinstance(g.note, dict)]
+            for other in waiting if asked["do"] in ("set", "add", "swap") else ():
+                if other.note["in"] == asked["in"]:
+                    self._meet(other, other.note)
 
     def _say(self, entry: Entry) -> None:
         decided = entry.record if isinstance(entry, Verdict) else entry
         if isinstance(decided, Round | Ended) and self._roll is not None:
-            self._roll.append(decided, self._rounds_of_members)
+            self._roll.append(decided, self._known.values)
         _log.info("%s", entry)
-        place = f"log/{self._term}/{self._said}"
-        self._store.set(place, self._seal.closed(place, in_words(entry)))
-        self._said += 1
-        self._store.set("head", self._seal.closed("head", f"{self._term} {self._said}"))
-        if self._said > KEPT:
-            self._store.delete_key(f"log/{self._term}/{self._said - KEPT}")
+        self._oldest += len(self._said) == KEPT
+        self._said.append(in_words(entry))
+        self._tell(self._listener.guests, entry=self._said[-1])
 
-    def _rounds_of_members(self) -> Iterator[Round]:
-        """Yield the rounds of other rendezvous that members know."""
-        for slot in range(self._store.add("slots", 0)):
-            place = f"rounds/{slot}"
-            if self._store.check([place]):
-                try:
-                    said = self._seal.opened(place, self._store.get(place))
-                    yield from map(Round.of, json.loads(said))
-                except (ValueError, TypeError) as error:
-                    _log.warning("The rendezvous has ignored the rounds of a member: %s", error)
+
+_ASKED = Record(
+    {"do": TEXT, "in": TEXT, "keys": Listed(TEXT)}, {"values": Listed(TEXT), "number": INTEGER}
+)
+
+
+class Meetings:
+    """Keeps keys and values by which members of a group find each other, for the last groups.
+
+    Example:
+        >>> meetings = Meetings()
+        >>> meetings.answer({"do": "get", "in": "group", "keys": ["a"]})
+        >>> meetings.answer({"do": "set", "in": "group", "keys": ["a"], "values": ["00ff"]})
+        []
+        >>> meetings.answer({"do": "get", "in": "group", "keys": ["a"]})
+        ['00ff']
+    """
+
+    def __init__(self) -> None:
+        self._spaces: dict[str, dict[str, str]] = {}
+
+    def answer(self, asked: Any) -> list[Any] | None:
+        """Return the answer to a question; None if it waits for a key that nobody has set."""
+        _ASKED.check(asked, "question")
+        if not asked["keys"]:
+            raise ValueError("a question without keys")
+        space = self._spaces.setdefault(asked["in"], {})
+        if len(self._spaces) > _SPACES:
+            del self._spaces[next(iter(self._spaces))]
+        keys = asked["keys"]
+        match asked:
+            case {"do": "get"}:
+                return [space[key] for key in keys] if all(key in space for key in keys) else None
+            case {"do": "check"}:
+                return [key in space for key in keys]
+            case {"do": "set", "values": values}:
+                space.update(zip(keys, values, strict=True))
+                return []
+            case {"do": "add", "number": number}:
+                total = int(bytes.fromhex(space.get(keys[0], "30"))) + number
+                space[keys[0]] = str(total).encode().hex()
+                return [total]
+            case {"do": "swap", "values": [expected, wanted]}:
+                if space.get(keys[0], "") == expected:
+                    space[keys[0]] = wanted
+                return [space.get(keys[0], expected)]
+            case {"do": "drop"}:
+                return [space.pop(keys[0], None) is not None]
+        raise ValueError(f"{str(asked)[:60]} is not a question of a group.")
+
+
+class MeetingStore(Store):
+    """A store of torch by which the members of a group find each other, at the rendezvous.
+
+    Args:
+        link: to the rendezvous, for this store alone.
+        group: name of the group.
+        timeout: seconds that a key is waited for.
+
+    Raises:
+        DistStoreError: from a method: the rendezvous is gone, or nobody has set a key in time.
+    """
+
+    def __init__(self, link: Link, group: str, timeout: float) -> None:
+        super().__init__()
+        self._link, self._group, self._timeout = link, group, timeout
+        self._lock = threading.Lock()  # NCCL's threads ask, too
+
+    def close(self) -> None:
+        """Hang up."""
+        self._link.link.close()
+
+    def set(self, key: str, value: Any) -> None:
+        self._ask("set", [key], values=[bytes(value).hex()])
+
+    def get(self, key: str) -> bytes:
+        return bytes.fromhex(self._ask("get", [key])[0])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        self._ask("get", keys, max(0.001, seconds))
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._ask("check", keys))
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._ask("add", [key], number=number)[0])
+
+    def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
+        values = [bytes(each).hex() for each in (expected, wanted)]
+        return bytes.fromhex(self._ask("swap", [key], values=values)[0])
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("drop", [key])[0])
+
+    def _ask(self, do: str, keys: list[str], seconds: float = 0.0, **more: Any) -> list[Any]:
+        question = {"do": do, "in": self._group, "keys": list(keys), **more}
+        with self._lock:
+            try:
+                self._link.link.settimeout(seconds or self._timeout)
+                self._link.send(json.dumps(question).encode())
+                answer: list[Any] = json.loads(self._link.receive())
+            except (OSError, ValueError) as error:
+                self.close()  # an answer that came later would be taken for another one's
+                raise dist.DistStoreError(
+                    f"The rendezvous has not answered the group {self._group}, about "
+                    f"{', '.join(keys)}: {error}"
+                ) from error
+        return answer
 
 
 class Line:
@@ -243,6 +399,9 @@ class Line:
         secret: that all share.
         roll: file of the roll, if this process serves the rendezvous.
 
+    Attributes:
+        trouble: why the rendezvous is not there, or does not listen; empty if it does.
+
     Raises:
         ValueError: the file is not a roll.
     """
@@ -258,12 +417,14 @@ class Line:
         self._sent: Report | None = None
         self._beat = 0
         self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-        self._awaited = threading.Event()  # the training thread waits
         self._closed = threading.Event()
-        self._term, self._cursor = "", 0
-        self._rounds: deque[Round] = deque(maxlen=KEPT)  # committed, as far as it has read
+        self._term, self._cursor, self._pace = "", 0, BEAT
+        self._rounds = deque[Round](maxlen=KEPT)  # committed, as far as it has read
         self._serving: Rendezvous | None = None
         self._serves_from: float | None = None  # if nobody answers by then
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
         self.trouble = f"nobody answers at {host}:{port}"
         self._thread = threading.Thread(target=self._work, name="elastic", daemon=True)
         self._thread.start()
@@ -272,20 +433,34 @@ class Line:
     def say(self, report: Report) -> None:
         """Send this report from now on."""
         self._report = report
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: the thread is being woken
+            self._waker.send(b"\0")
 
     def next(self, seconds: float) -> Entry | None:
         """Return the next entry; None if none has come in this time."""
-        self._awaited.set()
-        try:
+        with contextlib.suppress(queue.Empty):
             return self._entries.get(timeout=seconds)
-        except queue.Empty:
-            return None
-        finally:
-            self._awaited.clear()
+        return None
 
-    def store(self, timeout: timedelta) -> Store:
-        """Return a new connection to the store; RuntimeError if nobody answers."""
-        return TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+    @contextlib.contextmanager
+    def store(self, group: str, timeout: float) -> Iterator[MeetingStore]:
+        """Yield a store in which the members of a group find each other.
+
+        Raises:
+            DistStoreError: the rendezvous is gone.
+        """
+        try:
+            with self._calling(timeout) as link:
+                yield MeetingStore(link, group, timeout)
+        except OSError as error:
+            raise dist.DistStoreError(str(error)) from error
+
+    def _calling(self, timeout: float) -> contextlib.AbstractContextManager[Link]:
+        name = f"the rendezvous at {self.host}:{self.port}"
+        return calling((self.host, self.port), self._seal, _PLACE, _MOST, timeout, name)
 
     def close(self, wait: float = 2.0) -> None:
         """Send the last report, and hang up. A rendezvous of this process ends, too.
@@ -300,6 +475,7 @@ class Line:
         if self._serving is not None:
             time.sleep(_LAST_READ)
         self._closed.set()
+        self._wake()
         self._thread.join(wait)
         if self._serving is not None:
             self._serving.close()
@@ -308,11 +484,14 @@ class Line:
         while not self._closed.is_set():
             try:
                 self._serve_if_nobody_does()
-                store = self.store(_STORE)
-                self._talk(store, store.add("slots", 1) - 1)
-            except (RuntimeError, OSError, ValueError) as error:
-                self.trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
-                self._closed.wait(0.2)
+                with self._calling(SILENCE) as link:
+                    self._talk(link)
+            except (OSError, RuntimeError, ValueError) as error:
+                where = f"{self.host}:{self.port}"
+                self.trouble = str(error) if where in str(error) else f"{where}: {error}"
+                self._closed.wait(1.0 if isinstance(error, HandshakeError) else 0.2)
+        for each in (self._waker, self._woken):
+            each.close()
 
     def _serve_if_nobody_does(self) -> None:
         try:
@@ -321,11 +500,11 @@ class Line:
         except OSError as error:
             self.trouble = f"nobody answers at {self.host}:{self.port} ({error})"
             if not _is_here(self.host):
-                raise
+                raise ConnectionError(self.trouble) from error
             if self._serves_from is None:  # a restarted rendezvous comes first
                 self._serves_from = time.monotonic() + (PAUSE if self._term else 0.0)
             if time.monotonic() < self._serves_from:
-                raise
+                raise ConnectionError(self.trouble) from error
             # Another process of this machine may be quicker. Then this one fails, and connects.
             self._serving = Rendezvous(self.port, self._secret, self._roll)
             _log.log(
@@ -336,70 +515,79 @@ class Line:
                 f"continues {self._roll}" if self._roll else "keeps no roll",
             )
 
-    def _gives_back(self, store: Store) -> bool:
+    def _gives_back(self) -> bool:
         """Return whether ``lightning-gc rendezvous`` wants the port, and close the rendezvous."""
-        if self._serving is None or not store.check([_WANTED]):
+        if self._serving is None or time.monotonic() < self._serving.leaves:
             return False
-        try:
-            wanted = self._seal.opened(_WANTED, store.get(_WANTED)) == self._term
-        except ValueError:
-            wanted = False
-        if wanted:
-            time.sleep(_LAST_READ)
-            self._serving.close()
-            self._serving = None
-            self._serves_from = time.monotonic() + TAKEN
-            _log.warning("This worker gives port %d to lightning-gc rendezvous.", self.port)
-        return wanted
+        self._serving.close()
+        self._serving = None
+        self._serves_from = time.monotonic() + TAKEN
+        _log.warning("This worker gives port %d to lightning-gc rendezvous.", self.port)
+        return True
 
-    def _talk(self, store: Store, slot: int) -> None:
-        """Send and receive until the store is gone."""
-        place, due = f"report/{slot}", 0.0
-        self._catch_up(store)
-        self._tell_rounds(store, slot)
-        self.trouble = ""
-        while not self._closed.is_set() and not self._gives_back(store):
-            report, now = self._report, time.monotonic()
-            if report is not None and (report is not self._sent or now >= due):
-                self._beat += 1
-                text = replace(report, beat=self._beat).in_words()
-                store.set(place, self._seal.closed(place, text))
-                self._sent, due = report, now + BEAT
-            self._receive(store)
-            self._awaited.wait(0.02)
-            self._closed.wait(0.004)
+    def _talk(self, link: Link) -> None:
+        """Send and receive until the rendezvous is gone."""
+        self._catch_up(link)
+        sent, due, silent = None, 0.0, time.monotonic() + SILENCE
+        with selectors.DefaultSelector() as selector:
+            for each in (link.link, self._woken):
+                selector.register(each, selectors.EVENT_READ)
+            while not self._closed.is_set() and not self._gives_back():
+                report, now = self._report, time.monotonic()
+                if report is not sent or now >= due:
+                    due = now + self._pace
+                    if report is not None:
+                        link.send(b"" if report is sent else self._in_words(report))
+                        self._sent = sent = report
+                ready = selector.select(0.0 if link.channel.heard else max(0.0, due - now))
+                for key, _ in ready:
+                    if key.fileobj is link.link:
+                        link.read()
+                        silent = now + SILENCE
+                    else:
+                        self._woken.recv(4096)
+                for message in link.channel.messages():
+                    self._take(json.loads(message))
+                if now > silent:
+                    raise TimeoutError(f"it has said nothing for {SILENCE:g} s")
+            link.hang_up()
 
-    def _catch_up(self, store: Store) -> None:
-        """Go on in the same log, or begin in a new one."""
-        term, _, said = self._seal.opened("head", store.get("head")).partition(" ")
-        oldest = max(0, int(said) - KEPT + 1)
-        if term != self._term:
-            # A restarted keeper speaks to those who were there before.
-            self._cursor = 0 if self._term else int(said)
-        self._term, self._cursor = term, max(self._cursor, oldest)
+    def _catch_up(self, link: Link) -> None:
+        """Go on in the log, or begin in a new one; tell the rounds that a roll's file lacks.
 
-    def _tell_rounds(self, store: Store, slot: int) -> None:
-        """Tell a rendezvous with a file the rounds that it lacks, as far as this worker knows."""
-        if self._rounds and store.check([_IN_FILE]):
-            place = f"rounds/{slot}"
-            run, _, last = self._seal.opened(_IN_FILE, store.get(_IN_FILE)).rpartition(" ")
-            lacks = [each for each in self._rounds if each.run != run or each.round > int(last)]
-            said = json.dumps([dataclasses.asdict(each) for each in lacks])
-            store.set(place, self._seal.closed(place, said))
+        They come before the reports, from which a new keeper takes what was committed last.
+        """
+        link.send(json.dumps({"term": self._term, "cursor": self._cursor}).encode())
+        match json.loads(link.receive()):
+            case {"term": str(term), "at": int(at), "pace": float(pace), "file": file}:
+                self._term, self._cursor, self._pace, self.trouble = term, at, pace, ""
+            case other:
+                raise ValueError(f"{str(other)[:60]} is not an answer of a rendezvous")
+        match file:
+            case [str(run), int(last)]:
+                for each in self._rounds:
+                    if each.run != run or each.round > last:
+                        link.send(json.dumps({"round": dataclasses.asdict(each)}).encode())
 
-    def _receive(self, store: Store) -> None:
-        while True:
-            place = f"log/{self._term}/{self._cursor}"
-            if not store.check([place]):
-                return
-            try:
-                entry = entry_of(self._seal.opened(place, store.get(place)))
+    def _in_words(self, report: Report) -> bytes:
+        self._beat += 1
+        return json.dumps({"report": replace(report, beat=self._beat).in_words()}).encode()
+
+    def _take(self, message: Any) -> None:
+        """Take a message of the rendezvous."""
+        match message:
+            case {"pace": float(pace)}:
+                self._pace = pace
+            case {"trouble": str(why)}:
+                self.trouble = why
+            case {"entry": str(text)}:
+                self._cursor += 1
+                entry = entry_of(text)
                 if isinstance(entry, Verdict) and entry.record is not None:
                     self._rounds.append(entry.record)
                 self._entries.put(entry)
-            except ValueError as error:
-                _log.warning("An entry of the rendezvous is ignored: %s", error)
-            self._cursor += 1
+            case other:
+                raise ValueError(f"{str(other)[:60]} is not a message of a rendezvous")
 
 
 def _is_here(host: str) -> bool:
@@ -419,6 +607,13 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(there)
         return str(probe.getsockname()[0])
+
+
+@dataclass
+class _Worker:
+    """The line of a worker, at the rendezvous."""
+
+    token: str = ""
 
 
 def serve(
@@ -453,36 +648,28 @@ def serve(
 def _claim(port: int, seal: Seal) -> None:
     """Return once the port is free; ask a worker that serves there for it."""
     limit = time.monotonic() + TAKEN
-    while not _is_free(port):
+    while not _is_free(port, seal):
         if time.monotonic() > limit:
             raise BusyError(
                 f"Port {port} is in use by {_holder(port)}. Stop it, or give another --port. "
                 f"A worker gives the port back only to a rendezvous with its secret."
             )
-        # A program that is no store may keep a connection waiting for ever.
-        asking = threading.Thread(target=_ask_for, args=(port, seal), daemon=True)
-        asking.start()
-        asking.join(2.0)
+        with (
+            contextlib.suppress(OSError, ValueError),  # another program, or another secret
+            calling(("127.0.0.1", port), seal, _PLACE, _MOST, 2.0, "the program there") as link,
+        ):
+            link.send(json.dumps({"wanted": "port"}).encode())
+            link.hang_up()
         time.sleep(0.2)
 
 
-def _ask_for(port: int, seal: Seal) -> None:
-    with contextlib.suppress(RuntimeError, ValueError):  # no store, or with another secret
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
-        term, _, _ = seal.opened("head", store.get("head")).partition(" ")
-        store.set(_WANTED, seal.closed(_WANTED, term))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("0.0.0.0", port))
-            probe.listen()  # SO_REUSEADDR lets two sockets bind, but only one listen
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise BusyError(f"Port {port} cannot be used: {error.strerror}.") from error
-            return False
+def _is_free(port: int, seal: Seal) -> bool:
+    try:
+        Listener((port,), seal, _MOST, _PLACE).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise BusyError(f"Port {port} cannot be used: {error.strerror}.") from error
+        return False
     return True
 
 

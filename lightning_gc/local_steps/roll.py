@@ -603,7 +603,8 @@ class _Heard:
 
 _OTHER_SETTINGS = (
     "it has other settings than the run: compressor, memory, scheme, rounds, outer step, seed, "
-    "number of processes, shapes of parameters, or version of torch. Give all workers the same ones"
+    "number of processes, shapes of parameters, or version of torch or of lightning_gc. Give all "
+    "workers the same ones"
 )
 
 
@@ -684,6 +685,11 @@ class Keeper:
             # A restarted keeper gives no other worker the number of one that is silent.
             own = -1 if report.number is None else report.number
             self._next = max(self._next, report.free, own + 1)
+
+    def hear_again(self, token: str, now: float) -> None:
+        """Take a sign of life of a process: what it has said last is still so."""
+        if token in self._heard:
+            self._heard[token].at = now
 
     def tick(self, now: float) -> list[Entry]:
         """Return what is decided at this time."""

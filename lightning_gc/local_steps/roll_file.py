@@ -60,9 +60,9 @@ class RollFile:
         self._failed = False  # at the last write
 
     @property
-    def end(self) -> str:
+    def end(self) -> tuple[str, int]:
         """The run and the number of the last round in the file."""
-        return " -1" if self._last is None else f"{self._last.run} {self._last.round}"
+        return ("", -1) if self._last is None else (self._last.run, self._last.round)
 
     def close(self) -> None:
         """Write what could not be written, if there is room now, and unlock the file."""

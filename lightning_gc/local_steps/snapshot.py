@@ -1,8 +1,7 @@
 """Snapshots: what a worker that joins begins with, its bytes, and the door where it is had.
 
-Nothing is unpickled: a tree is a JSON text, and the bytes of its tensors behind it. Each message is
-signed with the shared secret and both sides' random numbers, so it is neither damaged, nor a
-stranger's, nor an old one.
+Nothing is unpickled: a tree is a JSON text, and the bytes of its tensors behind it. A ``channel``
+carries them, so they are neither damaged, nor a stranger's, nor old ones.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ import contextlib
 import json
 import logging
 import math
-import secrets
-import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +25,9 @@ from lightning_gc.core.state_structure import ERRORS, FLOATS
 from lightning_gc.engine import Engine
 from lightning_gc.engine.engine import compressor_state
 from lightning_gc.exchange.workers import Shapes
+from lightning_gc.local_steps.channel import Link, Listener, Seal, calling
 from lightning_gc.local_steps.local_rounds import CommonState, LocalRounds
-from lightning_gc.local_steps.rendezvous import Seal
+from lightning_gc.local_steps.rendezvous import host_and_port
 
 _log = logging.getLogger(__name__)
 _DTYPES = {
@@ -40,7 +39,6 @@ _DTYPES = {
 }
 MAX_HEADER = 1 << 26
 """Most bytes of a tree's text."""
-_NONCE = 16
 
 
 _SNAPSHOT = Record(
@@ -208,61 +206,30 @@ class _Decoder:
         return torch.frombuffer(piece, dtype=dtype).view(shape)
 
 
-def _receive(link: socket.socket, number: int) -> bytearray:
-    data = bytearray(number)
-    view, at = memoryview(data), 0
-    while at < number:
-        got = link.recv_into(view[at:])
-        if not got:
-            raise ConnectionError(f"The other side has hung up after {at:,} of {number:,} bytes.")
-        at += got
-    return data
-
-
 class Wire:
-    """One connection, between a door and its visitor.
+    """One side of a connection between a door and its visitor, which carries trees.
 
     Args:
-        link: connected.
-        seal: with the secret.
-        most: bytes of a message that are accepted.
-        calls: whether this side has made the connection.
+        link: the connection.
     """
 
-    def __init__(self, link: socket.socket, seal: Seal, most: int, calls: bool) -> None:
-        self._link, self._seal, self._most = link, seal, most
-        own = secrets.token_bytes(_NONCE)
-        link.sendall(own)
-        other = bytes(_receive(link, _NONCE))
-        self._nonces = own + other if calls else other + own
-        self._calls, self._count = calls, 0
+    def __init__(self, link: Link) -> None:
+        self._link = link
 
     def send(self, tree: Tree) -> None:
         """Send a tree."""
-        data = to_bytes(tree)
-        self._link.sendall(len(data).to_bytes(8, "big"))
-        self._link.sendall(data)
-        self._link.sendall(self._sign(self._calls, data))
+        self._link.send(to_bytes(tree))
 
     def receive(self) -> Any:
-        """Return the tree that has come; ValueError if it is damaged or a stranger's."""
-        number = int.from_bytes(_receive(self._link, 8), "big")
-        if number > self._most:
-            raise ValueError(f"A message of {number:,} bytes, where {self._most:,} are possible.")
-        data = _receive(self._link, number)
-        sign = bytes(_receive(self._link, 32))
-        if not secrets.compare_digest(sign, self._sign(not self._calls, data)):
-            raise ValueError("A message is damaged, or its sender has another secret.")
-        return from_bytes(data)
-
-    def _sign(self, by_caller: bool, data: bytearray) -> bytes:
-        self._count += 1
-        words = f"{'caller' if by_caller else 'door'} {self._count}".encode()
-        return self._seal.sign(self._nonces, words, data)
+        """Return the tree that has come; ValueError if it is damaged."""
+        return from_bytes(self._link.receive())
 
 
 class Door:
-    """Answers other workers, in separate threads; the training thread does not wait for them.
+    """Answers other workers; the training thread does not wait for them.
+
+    One thread listens, and each worker that asks something gets a thread of its own. Strangers get
+    none.
 
     Args:
         host: address that others reach this machine by.
@@ -288,57 +255,55 @@ class Door:
         timeout: float,
         answer: Callable[[Any], Tree],
     ) -> None:
-        self._seal, self._most, self._timeout, self._answer = seal, most, timeout, answer
-        self._socket = _listen(ports)
-        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._timeout, self._answer = timeout, answer
+        try:
+            self._listener = Listener(ports, seal, most, None, host)
+        except OSError as error:
+            raise OSError(
+                f"No port of {ports and (*ports,)} is free for snapshots ({error}); give "
+                f"Elastic(ports=...) one more for each worker of a machine."
+            ) from error
+        self.address = self._listener.place
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="elastic door", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Take no more visitors."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._closed.set()
+        self._listener.wake()
         self._thread.join(1.0)
 
     def _serve(self) -> None:
-        while True:
-            try:
-                link, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._visit, args=(link,), daemon=True).start()
+        while not self._closed.is_set():
+            heard = self._listener.wait(time.monotonic() + 60.0)
+            for guest in {guest: None for guest, _ in heard}:
+                first = [message for whose, message in heard if whose is guest]
+                link = self._listener.release(guest, self._timeout)
+                visit = threading.Thread(target=self._visit, args=(link, first), daemon=True)
+                try:
+                    visit.start()
+                except RuntimeError as error:  # no thread can be had now
+                    self._listener.note("thread", f"sent a worker away: {error}")
+                    link.link.close()
+        self._listener.close()
 
-    def _visit(self, link: socket.socket) -> None:
-        with link:
+    def _visit(self, link: Link, heard: Sequence[bytearray]) -> None:
+        with link.link:
             try:
-                link.settimeout(self._timeout)
-                wire = Wire(link, self._seal, self._most, calls=False)
+                for message in heard:
+                    link.send(to_bytes(self._answer(from_bytes(message))))
                 while True:
-                    wire.send(self._answer(wire.receive()))
+                    link.send(to_bytes(self._answer(from_bytes(link.receive()))))
             except ConnectionError:
                 return
             except (OSError, ValueError) as error:
                 _log.warning("A visitor was sent away: %s", error)
 
 
-def _listen(ports: Sequence[int]) -> socket.socket:
-    problem: OSError | None = None
-    for port in ports or (0,):
-        try:
-            return socket.create_server(("", port))
-        except OSError as error:
-            problem = error
-    assert problem is not None
-    raise OSError(
-        f"No port of {ports[0]}..{ports[-1]} is free for snapshots ({problem}); give "
-        f"Elastic(ports=...) one more for each worker of a machine."
-    ) from problem
-
-
 @contextlib.contextmanager
-def visiting(address: tuple[str, int], seal: Seal, most: int, timeout: float) -> Any:
-    """Connect to a door; yield the ``Wire``."""
-    with socket.create_connection(address, timeout) as link:
-        link.settimeout(timeout)
-        yield Wire(link, seal, most, calls=True)
+def visiting(address: str, seal: Seal, most: int, timeout: float) -> Iterator[Wire]:
+    """Connect to a door at ``"host:port"``; yield the ``Wire``."""
+    where = host_and_port(address, "Worker")
+    with calling(where, seal, address, most, timeout, f"the worker at {address}") as link:
+        yield Wire(link)

@@ -131,18 +131,18 @@ class Memory(Settings, abc.ABC):
         traits = compressor.traits
         if self.stored is not None and (self.lr_aware or self.common):
             raise ValueError(
-                f"{self!r} stores buffers in fewer bits, but they are rescaled with the learning "
+                f"{self} stores buffers in fewer bits, but they are rescaled with the learning "
                 f"rate or equal on all workers, and each worker would round them again; keep them "
                 f"in float32 (stored=None)."
             )
         if traits.needs_sums and not self.accumulates:
             raise ValueError(
-                f"{compressor!r} sends what has added up over steps, but {self!r} adds up nothing, "
+                f"{compressor} sends what has added up over steps, but {self} adds up nothing, "
                 f"so nothing would be sent; use ErrorFeedback()."
             )
         if self.feeds_back and not traits.conserves:
             raise ValueError(
-                f"{self!r} feeds back what was not sent, but the result of {compressor!r} is a "
+                f"{self} feeds back what was not sent, but the result of {compressor} is a "
                 f"majority vote, not the mean of what was sent; use NoMemory(), or EFSignSGD() for "
                 f"signs with error feedback."
             )
@@ -186,7 +186,7 @@ def refuse_momentum(memory: Memory, group: Mapping[str, Any]) -> None:
     for field, momentum in (("momentum", group.get("momentum")), ("betas", betas and betas[0])):
         if momentum:
             raise ValueError(
-                f"{memory!r} has the momentum, so the optimizer must have none, but its {field} "
+                f"{memory} has the momentum, so the optimizer must have none, but its {field} "
                 f"is {group[field]!r}; use torch.optim.SGD or Muon with momentum=0, AdamW with "
                 f"betas=(0.0, 0.999), or memory=ErrorFeedback()."
             )

@@ -127,7 +127,7 @@ class MomentumCorrection(OwnMomentum):
                 part.copy_(_clipped(part, most))
             if self.weight_decay and name not in bucket.weights:
                 raise ValueError(
-                    f"{self!r} adds weight decay, but the value of {name} is not known: give "
+                    f"{self} adds weight decay, but the value of {name} is not known: give "
                     f"Engine.flow(weights=...), as strategies do."
                 )
             if self.weight_decay:
@@ -137,19 +137,19 @@ class MomentumCorrection(OwnMomentum):
     def check(self, compressor: Compressor, scheme: Scheme | None) -> None:
         if compressor.traits.unbiased:
             raise ValueError(
-                f"{self!r} corrects the momentum that waits in the error, but {compressor!r} is "
+                f"{self} corrects the momentum that waits in the error, but {compressor} is "
                 f"unbiased and leaves none; use NoMemory(), or a biased compressor such as "
                 f"TopK(0.01)."
             )
         if compressor.traits.kind != "sparsifier":
             raise ValueError(
-                f"{self!r} drops the momentum of elements that are sent, and {compressor!r} sends "
+                f"{self} drops the momentum of elements that are sent, and {compressor} sends "
                 f"all of them, so nothing would remain; use LocalMomentum(), or a sparsifier."
             )
         super().check(compressor, scheme)
         if scheme is not None and scheme.averages_first:
             raise ValueError(
-                f"{self!r} drops the momentum of elements that a worker has sent, but {scheme!r} "
+                f"{self} drops the momentum of elements that a worker has sent, but {scheme} "
                 f"encodes means of several workers; use AllGather(), or another memory."
             )
 
@@ -157,7 +157,7 @@ class MomentumCorrection(OwnMomentum):
         super().check_optimizer(group)
         if group.get("weight_decay") and not group.get("decoupled_weight_decay"):
             raise ValueError(
-                f"{self!r} must add weight decay before the exchange; the optimizer adds it after, "
+                f"{self} must add weight decay before the exchange; the optimizer adds it after, "
                 f"weight_decay={group['weight_decay']!r}; set it to 0 there and use "
                 f"MomentumCorrection(weight_decay={group['weight_decay']!r})."
             )

@@ -45,7 +45,7 @@ class WeightedError(Memory):
     def __post_init__(self) -> None:
         if not 0 < self.alpha <= 1 or not 0 <= self.beta <= 1:
             raise ValueError(
-                f"{self!r}: alpha must be in (0, 1] and beta in [0, 1]; use 0.2 and 0.9."
+                f"{self}: alpha must be in (0, 1] and beta in [0, 1]; use 0.2 and 0.9."
             )
 
     @property

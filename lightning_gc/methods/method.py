@@ -13,13 +13,14 @@ import yaml
 
 from lightning_gc.compressors import COMPRESSORS, Compressor, Identity
 from lightning_gc.compressors.base import LEVEL
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Range, Space
 from lightning_gc.core.registry import did_you_mean, make
 from lightning_gc.core.search_space import check_field, merge
 from lightning_gc.core.settings import Settings
-from lightning_gc.engine.compatibility import by_default, combine
+from lightning_gc.engine.compatibility import combine
 from lightning_gc.exchange.validation import check_controller
 from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD
 from lightning_gc.local_steps.round_plan import RoundPlan

@@ -74,18 +74,18 @@ class Scheme(Settings, abc.ABC):
         """Raise ValueError if the compressor cannot be used with this scheme."""
         if isinstance(compressor.method, Collective):
             raise ValueError(
-                f"{compressor!r} has its own communication rounds, so it takes no scheme, but was "
-                f"given {self!r}; leave scheme out."
+                f"{compressor} has its own communication rounds, so it takes no scheme, but was "
+                f"given {self}; leave scheme out."
             )
         if self.averages and not compressor.traits.linear:
             raise ValueError(
-                f"{self!r} averages payloads, but payloads of {compressor!r} are not linear: their "
+                f"{self} averages payloads, but payloads of {compressor} are not linear: their "
                 f"mean is not the mean of the gradients. Use AllGather() or TwoShot()."
             )
 
         if self.cuts and compressor.traits.needs_sums:
             raise ValueError(
-                f"{self!r} cuts tensors into shards, which have no state, but {compressor!r} needs "
+                f"{self} cuts tensors into shards, which have no state, but {compressor} needs "
                 f"state of the full tensor. Use AllGather()."
             )
 
@@ -109,7 +109,7 @@ class NodeScheme(Scheme):
         super().check(compressor)
         if not compressor.traits.conserves:
             raise ValueError(
-                f"{self!r} averages in nodes first, but the workers of {compressor!r} vote, and a "
+                f"{self} averages in nodes first, but the workers of {compressor} vote, and a "
                 f"majority of node majorities is not the majority of all workers. Use TwoShot()."
             )
 

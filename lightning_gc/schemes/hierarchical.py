@@ -70,14 +70,14 @@ class Hierarchical(NodeScheme):
         workers, near = len(hosts), self.neighbours(len(hosts))
         if workers > 1 and near < self.workers_per_node:
             return (
-                f"{self!r}: {workers} workers are not nodes of {self.workers_per_node}, so all "
+                f"{self}: {workers} workers are not nodes of {self.workers_per_node}, so all "
                 f"exchange encodings with all, as with AllGather()."
             )
         for first in range(0, workers, near):
             machines = sorted(set(hosts[first : first + near]))
             if len(machines) > 1:
                 return (
-                    f"{self!r}: workers {first} to {first + near - 1} are a node, but run on "
+                    f"{self}: workers {first} to {first + near - 1} are a node, but run on "
                     f"{' and '.join(machines)}, between which their gradients go uncompressed. "
                     f"Give the number of workers of each machine."
                 )

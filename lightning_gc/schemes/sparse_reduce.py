@@ -68,7 +68,7 @@ class SparseReduce(Scheme):
         if not isinstance(compressor.method, SparseCodec):
             other = "AllReduce()" if compressor.traits.linear else "TwoShot()"
             raise ValueError(
-                f"{self!r} splits selected elements by position, but {compressor!r} does not "
+                f"{self} splits selected elements by position, but {compressor} does not "
                 f"select any. Use {other}, or a compressor such as TopK(0.01)."
             )
 

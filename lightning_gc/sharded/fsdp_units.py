@@ -7,7 +7,8 @@ The one module that reads torch's private names; a test holds each of them to th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+from lightning_gc.core import Flow, Gather, Payload, Reply, Request
+from lightning_gc.transports.peer_error import PeerError
 
 Hook = Callable[[Tensor], None]
 
@@ -78,6 +82,54 @@ class Column(NamedTuple):
     stop: int
 
 
+@dataclass(frozen=True)
+class UnitNumbers:
+    """Finds ranks that exchange different units, whose contents would be mixed silently.
+
+    Args:
+        names: of the units, equal on all ranks.
+        verified: compare numbers before each exchange, as units may differ in size. The host waits.
+    """
+
+    names: Sequence[str]
+    verified: bool
+
+    def around(self, name: str, flow: Flow, device: torch.device) -> Flow:
+        """Return what to run instead of a unit's ``flow``.
+
+        Communication pattern:
+            If ``verified``, one all-gather of 4 bytes per rank, before the flow's own requests.
+        """
+        if self.verified:
+            arrived = yield Gather((self._number(name, device),))
+            self._compare(name, arrived)
+        yield from flow
+
+    def gather(self, name: str, tensors: Payload) -> Generator[Request, Reply, Reply]:
+        """Gather tensors, and on the host the unit's number behind them."""
+        if self.verified or tensors[0].device.type != "cpu":
+            return (yield Gather(tensors))
+        arrived = yield Gather((*tensors, self._number(name, tensors[0].device)))
+        self._compare(name, arrived)
+        return [payload[:-1] for payload in arrived]
+
+    def _number(self, name: str, device: torch.device) -> Tensor:
+        number = self.names.index(name).to_bytes(4, "little")
+        return torch.tensor(list(number), dtype=torch.uint8, device=device)
+
+    def _compare(self, name: str, arrived: Reply) -> None:
+        for worker, payload in enumerate(arrived):
+            number = int.from_bytes(bytes(payload[-1].tolist()), "little")
+            if number != self.names.index(name):
+                other = self.names[number] if number < len(self.names) else f"unit {number}"
+                raise PeerError(
+                    f"This rank exchanges {name}, and worker {worker} exchanges {other}. Ranks "
+                    f"that use different units would mix their weights and gradients, as in plain "
+                    f"FSDP2. Let all ranks use the same units in the same order: give a unit that "
+                    f"has nothing to do on a rank an empty batch, and add its output times 0."
+                )
+
+
 class Unit:
     """One unit of FSDP2.
 
@@ -94,6 +146,7 @@ class Unit:
         self._own_scatter: Any = None  # FSDP2's, while it is replaced, as the next one
         self._own_gather: Any = None
         self._fills_itself = False  # zeros for parameters without a gradient, if it is not told to
+        self._empty: list[Any] = []  # torch's trained parameters without elements, while set aside
 
     @property
     def ranks(self) -> list[int]:
@@ -211,19 +264,16 @@ class Unit:
         They are unsharded, or between the passes in shards of a smaller group.
         """
         for each in self._group.fsdp_params:
-            for name in ("_unsharded_param", "_sharded_post_forward_param"):
-                param = getattr(each, name, None)
-                if param is not None:
-                    yield param
+            yield from _places_of(each)
 
     def pieces(self) -> list[Piece]:
         """Return the pieces of all parameters that are trained now, in their order.
 
-        Each has as many elements as the largest shard, padding at its end.
+        A parameter without elements has none. Each has as many elements as the largest shard, padding at its end.
         """
         found, start = [], 0
         for each in self._group.fsdp_params:
-            if each.sharded_param.requires_grad:
+            if each.sharded_param.requires_grad and each.sharded_param.numel():
                 shape = tuple(each.sharded_size)
                 found.append(Piece(each.sharded_param, shape, start, math.prod(shape)))
                 start += each.padded_sharded_param_size.numel()
@@ -232,12 +282,14 @@ class Unit:
     def columns(self, *, frozen: bool = False) -> list[Column]:
         """Return the places of all parameters that are trained now, in their order.
 
+        A parameter without elements has none.
+
         Args:
             frozen: the others too, as an all-gather has all of them.
         """
         found, start = list[Column](), 0
         for each in self._group.fsdp_params:
-            if frozen or each.sharded_param.requires_grad:
+            if (frozen or each.sharded_param.requires_grad) and each.sharded_param.numel():
                 shape = tuple(each.padded_sharded_param_size)
                 stop = start + math.prod(shape)
                 found.append(Column(each.sharded_param, shape, start, stop))
@@ -274,12 +326,12 @@ class Unit:
     def forget(self) -> None:
         """Call no hook any more."""
         self._group._all_reduce_hook = None
-        self._group.reduce_scatter_unused_params = self._fills_itself
+        self._leave_unused()
 
     def scatter_itself(self) -> None:
         """Let FSDP2 do its own reduce-scatters again."""
         self._group._reduce_scatter_comm = self._own_scatter
-        self._group.reduce_scatter_unused_params = self._fills_itself
+        self._leave_unused()
 
     def gather_itself(self) -> None:
         """Let FSDP2 do its own all-gathers again."""
@@ -288,11 +340,30 @@ class Unit:
     def _fill_unused(self) -> None:
         self._fills_itself = getattr(self._group, "reduce_scatter_unused_params", False)
         self._group.reduce_scatter_unused_params = True  # no torch before 2.13 reads it
+        params = [each for each in self._group.fsdp_params if each.sharded_param.requires_grad]
+        self._empty = [each for each in params if not each.sharded_param.numel()]
+        self._train_empty(False)  # FSDP2 cannot reduce-scatter an empty gradient
+
+    def _leave_unused(self) -> None:
+        self._group.reduce_scatter_unused_params = self._fills_itself
+        self._train_empty(True)
+        self._empty = []
+
+    def _train_empty(self, on: bool) -> None:
+        for each in self._empty:
+            for param in (each.sharded_param, *_places_of(each)):
+                param.requires_grad_(on)
 
 
 def fills_unused() -> bool:
     """Return whether FSDP2 can reduce zeros for parameters without a gradient: from 2.13 on."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def _places_of(param: Any) -> list[nn.Parameter]:
+    """Return what takes the place of torch's object of a sharded parameter within a pass."""
+    found = [getattr(param, n, None) for n in ("_unsharded_param", "_sharded_post_forward_param")]
+    return [each for each in found if each is not None]
 
 
 def units_of(model: nn.Module) -> list[Unit]:

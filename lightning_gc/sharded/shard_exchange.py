@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_gc.exchange.peers import ShardParts, broadcast_all, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
-from lightning_gc.exchange.validation import check_agreement, digest_of
+from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import Shapes, local_part, reshard
 from lightning_gc.kernels.dispatch import used_here
@@ -30,7 +30,7 @@ from lightning_gc.sharded.fsdp_units import (
     units_of,
 )
 from lightning_gc.sharded.shard_validation import Way, refuse_model, refuse_pass
-from lightning_gc.sharded.sharded_workers import ShardedWorkers, dim_of
+from lightning_gc.sharded.sharded_workers import ShardedWorkers
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 
@@ -148,12 +148,10 @@ def synchronizer_of_shards(
         ValueError: on all ranks, if they differ.
     """
     workers.shard, workers.shards = dist.get_rank(node), dist.get_world_size(node)
-    whole = {f"{n} {dim_of(p)}": tuple(p.shape) for p, n in workers.names.items()}
     same = workers.configuration.in_words() | {
         "replicas and shards": repr((dist.get_world_size(between), workers.shards)),
-        "names and shapes of parameters": digest_of(whole),
     }
-    check_agreement(same | dict(agreed), Distributed(), device)
+    check_agreement(same | dict(agreed), Distributed(), device, workers.model)
     ranks = ", ".join(map(str, dist.get_process_group_ranks(between)))
     purpose = f"an exchange of {what}; their workers 0, 1, ... are the ranks {ranks}"
     made: list[Synchronizer] = []

@@ -312,12 +312,12 @@ def refuse_errors(owner: str, compressor: Compressor, memory: Memory, given: boo
     narrow = "NarrowResidual('int8')"
     if given:
         raise ValueError(
-            f"{owner}(memory={memory!r}): it would keep {price}. Give memory={narrow} to pay 1.03 "
+            f"{owner}(memory={memory}): it would keep {price}. Give memory={narrow} to pay 1.03 "
             f"bytes, leave it out and use an unbiased compressor such as QSGD(8), or use "
             f"CompressedHSDPStrategy, which keeps errors of shards."
         )
     raise ValueError(
-        f"{owner}({compressor.method!r}): this method feeds back its errors by {memory!r}. It "
+        f"{owner}({compressor.method}): this method feeds back its errors by {memory}. It "
         f"would keep {price}. Give memory={narrow} to pay 1.03 bytes. Otherwise use an unbiased "
         f"method such as QSGD(8), or CompressedHSDPStrategy, which keeps errors of shards. "
         f"memory='none' drops the errors."

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gc.engine import Engine
@@ -38,6 +38,11 @@ class ShardedWorkers(Workers):
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration)
         self.shard, self.shards = 0, 1
+
+    def name(self, module: nn.Module) -> None:
+        """Set ``names`` to the trained parameters of ``module`` that have elements."""
+        super().name(module)
+        self.names = {param: name for param, name in self.names.items() if param.numel()}
 
     def _engine(self, worker: int, workers: int) -> Engine:
         whole = self.configuration

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from lightning_gc.compressors import COMPRESSORS, Compressor, Float4
 from lightning_gc.compressors.base import Codec, Knob, limits_of
-from lightning_gc.core import Bucket, Each, Flow, Gather, Payload
+from lightning_gc.compressors.wrappers.per_parameter import by_default
+from lightning_gc.core import Bucket, Each, Flow, Payload
 from lightning_gc.core.registry import make
 from lightning_gc.core.settings import Settings
 from lightning_gc.core.state_structure import FLOATS, NOTHING
-from lightning_gc.engine.compatibility import by_default
 from lightning_gc.engine.levels import Levels, Requested
-from lightning_gc.sharded.fsdp_units import Unit, in_backward
+from lightning_gc.sharded.fsdp_units import Unit, UnitNumbers, in_backward
 from lightning_gc.sharded.sharded_workers import stacked
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.base import all_gather_bytes
@@ -121,7 +121,7 @@ def weights_of(owner: str, weights: Weights, seed: int, min_numel: int) -> Weigh
         raise ValueError(
             f"{said}: it may lose {lost:.0%} of a tensor's squared norm in each gather, and "
             f"{_MOST:.0%} are allowed. Use Int8(block_size=256), or "
-            f"WeightDifferences({compressor!r}) for few bits."
+            f"WeightDifferences({compressor}) for few bits."
         )
     knob = _knob(compressor, most)
     return WeightSettings(by_default(compressor, min_numel, owner), differences, seed, knob)
@@ -174,13 +174,15 @@ class UnitGathers:
         transport: over all ranks of the shards.
         recording: of the same transport; its account.
         step: returns the number of finished backward passes.
+        numbers: of the units.
 
     Attributes:
-        settings, step: as given.
+        settings, step, numbers: as given.
         workers: W.
 
     Communication pattern:
-        One all-gather for each of FSDP2's, in its order: ``(W−1)`` times the payload's bytes.
+        One all-gather for each of FSDP2's, in its order: ``(W−1)`` times the payload's bytes. On
+        the host a message ends in the unit's number.
         Differences: none in a backward pass.
     """
 
@@ -195,13 +197,17 @@ class UnitGathers:
         transport: Distributed,
         recording: Recording,
         step: Callable[[], int],
+        numbers: UnitNumbers,
     ) -> None:
         self.settings, self.step, self.workers = settings, step, transport.workers
+        self.numbers = numbers
         self._transport, self._recording = transport, recording
         self._dense_bytes = 0
         self._names, self._levels = names, Levels(settings.compressor, settings.knob)
         self._units = [unit for unit in units if unit.params]
-        self._gathers = [UnitGather(list(self._parts(unit)), self) for unit in self._units]
+        self._gathers = [
+            UnitGather(unit.name, list(self._parts(unit)), self) for unit in self._units
+        ]
         for unit, gather in zip(self._units, self._gathers, strict=True):
             unit.gather_by(gather)
 
@@ -248,10 +254,11 @@ class UnitGathers:
         sizes = {name: param.numel() for param, name in self._names.items()}
         return {name: sizes[name] for name in self.levels()}
 
-    def run(self, flow: Flow, rows: Tensor, group: Any) -> None:
+    def run(self, name: str, flow: Flow, rows: Tensor, group: Any) -> None:
         """Run the flow of a gather.
 
         Args:
+            name: of the unit.
             flow: made by a unit.
             rows: the gathered weights, a row for each rank of the group.
             group: FSDP2's, of all ranks, or of fewer with ``reshard_after_forward=int``.
@@ -260,7 +267,7 @@ class UnitGathers:
         transport = self._transport
         transport.group = group
         transport.worker, transport.workers = dist.get_rank(group), len(rows)
-        self._recording.run(flow, rows.device)
+        self._recording.run(self.numbers.around(name, flow, rows.device), rows.device)
 
     def dense(self) -> int:
         """Return the bytes of the gathers so far if they were uncompressed."""
@@ -296,6 +303,7 @@ class UnitGather:
     """One unit's all-gather: what torch calls an ``AllGather``.
 
     Args:
+        name: of the unit.
         parts: of a row, with their codecs at present.
         leg: runs the flow.
     """
@@ -306,8 +314,8 @@ class UnitGather:
     # is queued on that stream. `output_tensor` belongs to the copy-in stream; FSDP2 keeps it until
     # its event, as for its own all-gather.
 
-    def __init__(self, parts: Sequence[_Part], leg: UnitGathers) -> None:
-        self.parts, self._leg = parts, leg
+    def __init__(self, name: str, parts: Sequence[_Part], leg: UnitGathers) -> None:
+        self.name, self.parts, self._leg = name, parts, leg
         self._known: Tensor | None = None  # (W, k): what all ranks have
         self._own = 0  # this rank's row
         self._saved: dict[str, Tensor] = {}  # of a checkpoint, this rank's
@@ -333,12 +341,15 @@ class UnitGather:
             async_op: not used: the call has ended when it returns, on CUDA in its stream's order.
         """
         own, workers = dist.get_rank(group), dist.get_world_size(group)
+        if not self.parts:  # all parameters are empty
+            return
         rows = output_tensor.view(workers, -1)
         if workers == self._leg.workers:
             self._own = own
-            self._leg.run(self._flow(rows), rows, group)
+            flow = self._flow(rows)
         else:  # decoded weights, which the forward pass has cut
-            self._leg.run(_exact(rows, own), rows, group)
+            flow = self._exact(rows, own)
+        self._leg.run(self.name, flow, rows, group)
 
     def _flow(self, rows: Tensor) -> Flow:
         """Replace all rows by what was decoded of them."""
@@ -361,7 +372,7 @@ class UnitGather:
         for part in self.parts:
             if part.name in saved:
                 known[self._own, part.start : part.stop] = saved[part.name].to(known)
-        yield from _exact(known, self._own)
+        yield from self._exact(known, self._own)
         self._known = known
         if saved:
             yield from self._follow(own, known)
@@ -374,6 +385,12 @@ class UnitGather:
                 change[part.start : part.stop] -= known[self._own, part.start : part.stop]
         yield from self._gathered(change, known, add=True)
 
+    def _exact(self, rows: Tensor, own: int) -> Flow:
+        """Gather rows as they are."""
+        arrived = yield from self._leg.numbers.gather(self.name, (rows[own],))
+        for row, (payload,) in zip(rows, arrived, strict=True):
+            row.copy_(payload)
+
     def _gathered(self, own: Tensor, out: Tensor, *, add: bool = False) -> Flow:
         """Gather a row of each rank: write exact parts to ``out``, and decoded ones, or add."""
         tensors, counts = list[Tensor](), list[int]()
@@ -385,7 +402,7 @@ class UnitGather:
                 payload = part.codec.encode(buffer, self._bucket(part, buffer, self._own))
             tensors += payload
             counts.append(len(payload))
-        arrived = yield Gather(tuple(tensors))
+        arrived = yield from self._leg.numbers.gather(self.name, tuple(tensors))
         for sender, message in enumerate(arrived):
             begin = 0
             for part, count in zip(self.parts, counts, strict=True):
@@ -427,10 +444,3 @@ class UnitGather:
         sizes = {part.name: part.stop - part.start for part in self.parts if part.kept}
         if all(name in state and state[name].numel() == n for name, n in sizes.items()):
             self._saved = {name: state[name] for name in sizes}
-
-
-def _exact(rows: Tensor, own: int) -> Flow:
-    """Gather rows as they are."""
-    arrived = yield Gather((rows[own],))
-    for row, (payload,) in zip(rows, arrived, strict=True):
-        row.copy_(payload)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,12 @@ from lightning_gc.compressors.base import Codec, Collective, Compressor, limits_
 from lightning_gc.core import Bucket, Exchange, Flow, MeanShard, Payload, averaged, together
 from lightning_gc.schemes import Scheme
 from lightning_gc.schemes.base import book, toward
-from lightning_gc.sharded.fsdp_units import Unit, after_backward, refuse_interrupted
+from lightning_gc.sharded.fsdp_units import (
+    Unit,
+    UnitNumbers,
+    after_backward,
+    refuse_interrupted,
+)
 from lightning_gc.sharded.shard_validation import refuse_pass
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, stacked
 from lightning_gc.transports.accounting import Recording
@@ -69,24 +75,24 @@ class ReduceScatter(Scheme):
 
     def __post_init__(self) -> None:
         if self.workers_per_node < 1:
-            raise ValueError(f"{self!r}: give the number of workers of each machine, at least 1.")
+            raise ValueError(f"{self}: give the number of workers of each machine, at least 1.")
 
     def check(self, compressor: Compressor) -> None:
         """Refuse what has no payload for one worker alone."""
         if isinstance(compressor.method, Collective):
             raise ValueError(
-                f"{compressor!r} averages in its own rounds, after which every worker has the full "
+                f"{compressor} averages in its own rounds, after which every worker has the full "
                 f"mean, but each needs one shard of it, so a payload must be for one worker. Use "
                 f"QSGD(8), say."
             )
         if compressor.traits.needs_sums:
             raise ValueError(
-                f"{compressor!r} needs per-tensor state and accumulated errors; FSDP shards have "
+                f"{compressor} needs per-tensor state and accumulated errors; FSDP shards have "
                 f"neither. Use QSGD(8), say."
             )
         if not compressor.traits.conserves:
             raise ValueError(
-                f"The result of {compressor!r} is a vote, and what a shard's owner gets here is "
+                f"The result of {compressor} is a vote, and what a shard's owner gets here is "
                 f"the mean of what was decoded. Use QSGD(8), say."
             )
 
@@ -206,10 +212,11 @@ class UnitScatters:
         transport: over all ranks of the shards.
         recording: of the same transport; its account.
         before_round: called before the first exchange of each backward pass.
+        numbers: of the units.
 
     Communication pattern:
         One all-to-all for each reduce-scatter of FSDP2, in its order: units as the backward pass
-        finishes them. With ``Identity`` it is a reduce-scatter. A unit that no rank has used yet is
+        finishes them. If ``numbers`` are verified, the unit's number is gathered before it. With ``Identity`` it is a reduce-scatter. A unit that no rank has used yet is
         left out, as FSDP2 leaves it out; one that is reduced twice in a pass draws the same random
         numbers twice, unbiased as ever.
     """
@@ -221,15 +228,20 @@ class UnitScatters:
         transport: Distributed,
         recording: Recording,
         before_round: Callable[[], None],
+        numbers: UnitNumbers,
     ) -> None:
         self._workers, self._before_round = workers, before_round
+        self._numbers = numbers
         self._transport, self._recording = transport, recording
         self._units = [unit for unit in units if unit.columns()]
         self._pass: list[tuple[str, ...]] | None = None  # names in each exchange of this pass
         for unit in self._units:
-            unit.scatter_by(UnitScatter(unit, workers.names, self._exchange))
+            exchange = partial(self._exchange, unit.name)
+            unit.scatter_by(UnitScatter(unit, workers.names, exchange))
 
-    def _exchange(self, grad: Tensor, shapes: Mapping[str, tuple[int, ...]], group: Any) -> None:
+    def _exchange(
+        self, name: str, grad: Tensor, shapes: Mapping[str, tuple[int, ...]], group: Any
+    ) -> None:
         """Replace this rank's shards in ``grad`` by their means over all ranks."""
         if self._pass is None:
             self._pass = []
@@ -238,7 +250,8 @@ class UnitScatters:
         self._pass.append(tuple(shapes))
         # FSDP2's, which may be another one than the mesh's: `set_separate_reduce_scatter_group`.
         self._transport.group = group
-        self._recording.run(self._workers.flow(self._workers.first, grad, shapes), grad.device)
+        flow = self._workers.flow(self._workers.first, grad, shapes)
+        self._recording.run(self._numbers.around(name, flow, grad.device), grad.device)
 
     def _finish(self) -> None:
         """End a pass, and with it a round: the next one has other random numbers."""

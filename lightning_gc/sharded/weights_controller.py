@@ -98,7 +98,7 @@ def with_weights(
         if settings.differences:
             use = "WeightDifferences(Uniform(4, block_size=64))"
         raise ValueError(
-            f"{said}: {settings.compressor.method!r} has no level. Use weights={use}, or leave "
+            f"{said}: {settings.compressor.method} has no level. Use weights={use}, or leave "
             f"weights_controller out."
         )
     if weights_controller.needs != Needs():

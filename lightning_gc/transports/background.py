@@ -67,8 +67,8 @@ class Background:
         """
         if self._closed:
             raise RuntimeError(
-                "A gradient arrived after the exchange was closed: close it after the last "
-                "backward pass, and attach again for further ones."
+                "A gradient arrived after the exchange was closed. Close it after the last "
+                "backward pass, or attach again before further ones."
             )
         promised = self.promise() if future is None else future
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream else None

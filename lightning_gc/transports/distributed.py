@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, MeanShard, Payload, Reply, Request
-from lightning_gc.core.message import Message, as_bytes, joined
+from lightning_gc.core.message import FORMAT, Message, as_bytes, joined
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Transport,
@@ -66,7 +66,9 @@ class Distributed(Transport):
         ``Gather`` of two workers, is sent point to point in pieces. Ragged payloads send their
         lengths, 8 bytes per tensor, unless all workers know them: first, in an all-gather or
         all-to-all, or, in an ``Exchange`` on the host, in front of each message. They end in a seal
-        of 8 bytes, by which the host checks the lengths.
+        of 8 bytes, by which the host checks the lengths. Messages are multiples of 16 bytes, so
+        each worker's part of an all-gather or all-to-all is, too. ``MeanShard`` is not padded: with
+        its layout of parts the sums have the bits of FSDP2's own.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class Distributed(Transport):
             layouts = self._checked(request.lengths, own, limits)
         elif limits is not None:
             # All workers get the same lengths, so that sizes agree.
-            ours = _as_tensor(lengths_of(own), own)
+            ours = _as_tensor(_announcement(own), own)
             table = ours.new_empty(self.workers * len(own))
             _all_gather(table, ours, group=self.group)
             layouts = self._announced(table.view(self.workers, -1), own, limits)
@@ -167,7 +169,7 @@ class Distributed(Transport):
         elif own[0].device.type == "cpu":
             return self._exchange_ragged(request.payloads, messages, limits)
         else:
-            ours = _as_tensor([lengths_of(payload) for payload in request.payloads], own)
+            ours = _as_tensor([_announcement(payload) for payload in request.payloads], own)
             theirs = torch.empty_like(ours)
             dist.all_to_all_single(theirs, ours, group=self.group)
             layouts = self._announced(theirs, own, limits)
@@ -195,12 +197,12 @@ class Distributed(Transport):
         head = LENGTH_BYTES * len(own)
 
         def measure(sender: int, first: Tensor) -> int:
-            announced = first[:head].view(torch.int64).tolist()
+            announced = _lengths_in(first[:head].view(torch.int64).tolist(), sender)
             check_lengths(announced, own, limits, sender)
             layouts[sender] = Message.of(own, announced)
             return head + layouts[sender].nbytes
 
-        headers = [as_bytes(_as_tensor(lengths_of(payload), own)) for payload in payloads]
+        headers = [as_bytes(_as_tensor(_announcement(payload), own)) for payload in payloads]
         framed = [torch.cat(parts) for parts in zip(headers, messages, strict=True)]
         rows = swap_of_unknown_lengths(framed, measure, self.group)
         measure(self.worker, rows[self.worker])
@@ -210,7 +212,8 @@ class Distributed(Transport):
 
     def _announced(self, table: Tensor, own: Payload, limits: Limits) -> list[Message]:
         """Return the layouts of messages with the lengths in the rows of ``table``."""
-        layouts = self._checked(table.tolist(), own, limits)
+        lengths = [_lengths_in(row, sender) for sender, row in enumerate(table.tolist())]
+        layouts = self._checked(lengths, own, limits)
         self.sent_bytes += all_gather_bytes(LENGTH_BYTES * len(own), self.workers)
         return layouts
 
@@ -221,6 +224,30 @@ class Distributed(Transport):
         for sender, arriving in enumerate(lengths):
             check_lengths(arriving, own, limits, sender)
         return [Message.of(own, arriving) for arriving in lengths]
+
+
+_FORMAT_AT = 48
+"""The bit of an announced length above which the wire format is."""
+
+
+def _announcement(payload: Payload) -> list[int]:
+    """Return the lengths to announce, with the wire format in their upper bits.
+
+    A worker of another format expects messages of another size. It must not begin to receive one.
+    """
+    return [length + (FORMAT << _FORMAT_AT) for length in lengths_of(payload)]
+
+
+def _lengths_in(announced: Sequence[int], sender: int) -> list[int]:
+    """Return the lengths that a worker announces; MessageError for another wire format."""
+    for each in announced:
+        if each >> _FORMAT_AT != FORMAT:
+            raise MessageError(
+                f"Worker {sender} sends messages of another wire format than {FORMAT}. Install the "
+                f"same version of lightning_gc on all workers. If they have it, the message was "
+                f"damaged."
+            )
+    return [each - (FORMAT << _FORMAT_AT) for each in announced]
 
 
 def _as_tensor(lengths: Sequence[int] | Sequence[Sequence[int]], like: Payload) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 
 import lightning_gc as gc
 from lightning_gc.compressors import Compressor
-from lightning_gc.engine.compatibility import by_default
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from tests.support.kernel_device import INTERPRETED, some
 from tests.support.launches import Counts, launches, launches_among
 

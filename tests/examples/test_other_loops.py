@@ -1,19 +1,83 @@
-"""Examples of other loops than the Trainer's: run as a user runs them, stopped and resumed."""
+"""Examples of other loops: in small by day; by night as a user runs them, stopped and resumed."""
 
+import contextlib
+import importlib
 import importlib.util
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.support.processes import hold_port
+from lightning_gc import QSGD
+from tests.support.fitting import digest, unwarned
+from tests.support.processes import hold_port, run_in_processes, without_others
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-pytestmark = [pytest.mark.processes, pytest.mark.nightly, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+NEEDS = {
+    "plain_torch": "torch",
+    "local_plain_torch": "torch",
+    "local_elastic": "torch",
+    "cluster": "pytorch_lightning",
+    "sharded": "pytorch_lightning",
+    "fabric": "lightning_fabric",
+    "local_fabric": "lightning_fabric",
+    "accelerate_loop": "accelerate",
+    "local_accelerate": "accelerate",
+    "transformers_trainer": "transformers",
+    "local_transformers": "transformers",
+}
+
+
+class Scored(nn.Module):
+    """Returns its loss, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.net(x) - labels).square().mean()}
+
+
+def needed(name: str) -> None:
+    if not importlib.util.find_spec(NEEDS[name]):
+        pytest.skip(f"{NEEDS[name]} is not installed: pip install 'lightning-gc[huggingface]'")
+
+
+def in_small(worker: int, name: str, options: list[str]) -> str:
+    """Run an example as torchrun would; return what it prints."""
+    if name == "local_elastic":
+        without_others()
+    sys.argv = [f"{name}.py", *options]
+    with contextlib.redirect_stdout(io.StringIO()) as out, unwarned():
+        runpy.run_path(str(EXAMPLES / sys.argv[0]), run_name="__main__")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_it_trains(name: str, tmp_path: Path) -> None:
+    """A few steps in two processes: it saves, and workers that print their weights agree."""
+    needed(name)
+    options = ["--steps", "9"]
+    if NEEDS[name] == "pytorch_lightning":
+        options = ["--devices", "2", "--epochs", "1"]
+    with hold_port() as held:
+        if name == "local_elastic":
+            options += ["--rendezvous", f"127.0.0.1:{held.getsockname()[1]}"]
+        said = run_in_processes(in_small, 2, name, [*options, "--folder", str(tmp_path / "run")])
+    figures = re.findall(r"(?:weights sum to|ratio|: 1/) ?(-?[0-9.]*[0-9])", "".join(said))
+    assert len(set(figures)) == 1, said
+    assert any(tmp_path.rglob("*")), "it saves"
 
 
 def last_line(*command: str, folder: Path) -> str:
@@ -29,25 +93,14 @@ def last_line(*command: str, folder: Path) -> str:
     return [line for line in done.stdout.splitlines() if "weights sum to" in line][-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("needs", "command"),
-    [
-        ("torch", (*TORCHRUN, str(EXAMPLES / "plain_torch.py"))),
-        ("torch", (*TORCHRUN, str(EXAMPLES / "local_plain_torch.py"))),
-        ("lightning_fabric", (str(EXAMPLES / "fabric.py"),)),
-        ("lightning_fabric", (str(EXAMPLES / "local_fabric.py"),)),
-        ("accelerate", (*TORCHRUN, str(EXAMPLES / "accelerate_loop.py"))),
-        ("accelerate", (*TORCHRUN, str(EXAMPLES / "local_accelerate.py"))),
-        ("transformers", (*TORCHRUN, str(EXAMPLES / "transformers_trainer.py"))),
-        ("transformers", (*TORCHRUN, str(EXAMPLES / "local_transformers.py"))),
-    ],
-    ids=lambda value: Path(value[-1]).stem if isinstance(value, tuple) else "",
+    "name", [each for each in NEEDS if each not in ("local_elastic", "cluster", "sharded")]
 )
-def test_it_goes_on_as_if_it_had_not_stopped(
-    needs: str, command: tuple[str, ...], tmp_path: Path
-) -> None:
-    if not importlib.util.find_spec(needs):
-        pytest.skip(f"{needs} is not installed: pip install 'lightning-gc[huggingface]'")
+def test_it_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
+    needed(name)
+    launcher = () if NEEDS[name] == "lightning_fabric" else TORCHRUN
+    command = *launcher, str(EXAMPLES / f"{name}.py")
     last_line(*command, "--steps", "20", folder=tmp_path / "stopped")
     resumed = last_line(*command, "--steps", "40", folder=tmp_path / "stopped")
     straight = last_line(*command, "--steps", "40", folder=tmp_path / "straight")
@@ -56,6 +109,43 @@ def test_it_goes_on_as_if_it_had_not_stopped(
     assert weights[0]
 
 
+def trained_twice(worker: int, folder: str, compiled: bool) -> tuple[str, list[str]]:
+    """A Trainer trains twice with the page's callback; its DDP may be compiled after it is made."""
+    from transformers import Trainer, TrainingArguments
+
+    example = importlib.import_module("examples.transformers_trainer")
+    torch.manual_seed(0)
+    net = Scored()
+    data: Any = [{"x": row, "labels": row} for row in torch.randn(32, 8).unbind()]
+    options: dict[str, Any] = {"use_cpu": True, "ddp_backend": "gloo", "report_to": "none"}
+    options |= {"disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
+    if compiled:
+        options |= {"torch_compile": True, "torch_compile_backend": "eager"}
+    arguments = TrainingArguments(folder, max_steps=4, per_device_train_batch_size=4, **options)
+    compressed = example.CompressedGradients(QSGD(4))
+    trainer = Trainer(net, arguments, train_dataset=data, callbacks=[compressed])
+    compressed.trainer = trainer
+    ends = []
+    for _ in range(2):
+        trainer.train()
+        assert compressed.sent > 0
+        ends.append(digest(net))
+    return type(trainer.model_wrapped).__name__, ends
+
+
+def test_a_trainer_trains_twice_and_compiled(tmp_path: Path) -> None:
+    """It keeps its DDP, and Accelerate compiles it after it has made it."""
+    needed("transformers_trainer")
+    plain, same = run_in_processes(trained_twice, 2, str(tmp_path), False)
+    compiled, other = run_in_processes(trained_twice, 2, str(tmp_path), True)
+    assert plain == same
+    assert compiled == other
+    assert (plain[0], compiled[0]) == ("DistributedDataParallel", "OptimizedModule")
+    assert plain[1] == compiled[1]
+    assert plain[1][0] != plain[1][1]
+
+
+@pytest.mark.nightly
 def test_an_elastic_loop_in_two_jobs(tmp_path: Path) -> None:
     with hold_port() as held:
         address = f"127.0.0.1:{held.getsockname()[1]}"

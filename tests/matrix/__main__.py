@@ -92,7 +92,8 @@ def attempt(each: Combination, wheel: Path, kind: type[Installer], tests: list[s
         )
     except NotHere as why:
         return [found, "passed", str(why)]
-    passed = run([installer.python, "-m", "pytest", "-q", "-n", "0", *tests], log, ROOT, 3600)
+    chosen = [*tests, *each.tests]
+    passed = run([installer.python, "-m", "pytest", "-q", "-n", "0", *chosen], log, ROOT, 3600)
     last = log.read_text().strip().splitlines()[-1].strip("= ")
     return [found, "passed", last if passed else f"FAILED: {last}"]
 

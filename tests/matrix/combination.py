@@ -26,6 +26,7 @@ class Combination:
         package: ``"pytorch-lightning"`` or ``"lightning"``.
         lightning: version of that, or ``"newest"``.
         others: further requirements.
+        tests: that pytest runs with these versions only.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Combination:
     package: str
     lightning: str
     others: list[str] = field(default_factory=list)
+    tests: list[str] = field(default_factory=list)
 
     @property
     def torch_version(self) -> str:

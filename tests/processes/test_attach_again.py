@@ -1,7 +1,9 @@
 """``attach`` more than once, in a group, and a handle that is reset, loaded again or closed."""
 
+import copy
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import (
@@ -34,7 +38,7 @@ from tests.processes.test_attach import Loop, Net, batches
 from tests.support.controlled_workers import Listens
 from tests.support.damaged_leaves import replaced
 from tests.support.fitting import digest
-from tests.support.processes import run_in_processes
+from tests.support.processes import run_in_processes, said
 
 pytestmark = pytest.mark.processes
 
@@ -112,7 +116,9 @@ def attached_twice(worker: int) -> list[Any]:
         return threading.active_count(), len(distributed_c10d._world.pg_map)
 
     before = left()
-    with pytest.raises(RuntimeError, match="already has the communication hook"):
+    with pytest.raises(
+        RuntimeError, match=r"attach was called on this .* handle\.close\(\), and then attach"
+    ):
         attach(ddp, TopK(0.1))
     after = left()
     handle.close()
@@ -132,6 +138,45 @@ def test_a_second_attach_leaves_nothing_behind_and_a_second_close_does_nothing()
     for same, threads, groups in run_in_processes(attached_twice, 2):
         assert same
         assert (threads, groups) == (1, 1)
+
+
+class Attachable(Loop):
+    """The loop of ``test_attach``, which attaches again to the same module."""
+
+    def again(self, *args: Any) -> None:
+        self.handle = attach(self.ddp, *args, optimizers=self.optimizer)
+
+
+def rearmed(worker: int) -> dict[str, Any]:
+    """A module trains with one handle, closes it, and continues with another one's state."""
+    dist.init_process_group("gloo")
+    straight, loop = Loop(worker, TopK(0.05)), Attachable(worker, TopK(0.05))
+    straight.run(0, 8)
+    loop.run(0, 4)
+    state = loop.handle.state_dict()
+    loop.handle.close()
+    loop.again(TopK(0.05))
+    found: dict[str, Any] = {"open": said(loop.again, TopK(0.05))}
+    loop.handle.load_state_dict(state)
+    loop.run(4, 8)
+    found["resumed"], found["straight"] = loop.end()[0], straight.end()[0]
+    loop.again(QSGD(4))  # other settings
+    loop.run(8, 9)
+    found["bytes"] = loop.handle.account().wire_bytes
+    loop.handle.close()
+    other = copy.deepcopy(loop.ddp)  # its reducer has no hook
+    attach(other, TopK(0.05)).close()
+    found["closed"] = said(loop.run, 9, 10)
+    return found
+
+
+def test_attach_after_close_continues_on_the_same_module() -> None:
+    """As when the Trainer of transformers trains twice: it keeps its DDP."""
+    for found in run_in_processes(rearmed, 2):
+        assert "after the handle of this module was closed. Call attach" in found["closed"]
+        assert "Call handle.close(), and then attach again" in found["open"]
+        assert found["resumed"] == found["straight"]
+        assert found["bytes"] > 0
 
 
 STATEFUL = (
@@ -218,10 +263,31 @@ def apart(worker: int) -> list[str]:
 
 
 def test_levels_and_buckets_must_be_equal_on_all_workers() -> None:
-    for said in run_in_processes(apart, 2):
-        assert len(said) == 2
-        for sentence in said:
+    for sentences in run_in_processes(apart, 2):
+        assert len(sentences) == 2
+        for sentence in sentences:
             assert sentence.startswith("Worker 1 has a state with other levels, buckets or")
+
+
+def under_one_name(worker: int, folder: str) -> str:
+    """All workers save under one name; torch keeps each tensor of one of them."""
+    dist.init_process_group("gloo")
+    loop = Loop(worker, TopK(0.05))
+    loop.run(0, 2)
+    save({"errors": loop.handle.state_dict()}, checkpoint_id=folder)
+    into = {"errors": copy.deepcopy(loop.handle.state_dict())}
+    load(into, checkpoint_id=folder)
+    answer = said(loop.handle.load_state_dict, into["errors"])
+    loop.run(2, 3)  # nothing has changed
+    loop.handle.close()
+    return answer
+
+
+def test_states_saved_under_one_name_are_called_so(tmp_path: Path) -> None:
+    zero, one = run_in_processes(under_one_name, 2, str(tmp_path))
+    assert zero == one
+    assert zero.startswith("ValueError: All 2 ranks were given the state of worker ")
+    assert "If all saved under one name" in zero
 
 
 def elsewhere_by_default(worker: int) -> list[list[str]]:

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import PowerSGD, TopK, attach
+from lightning_gc import QSGD, PowerSGD, TopK, attach
+from lightning_gc.exchange.workers import local_part
 from tests.support.fitting import ddp, fit, unwarned
 from tests.support.models import Plain, common_batches
 from tests.support.processes import run_in_processes, said
@@ -32,11 +33,16 @@ def other_modules(worker: int) -> dict[str, str]:
     none = attach(DistributedDataParallel(net()), TopK(0.1), optimizers=None)
     none.close()
     found = {
-        "compiled": said(attach, torch.compile(wrapped, backend="eager"), TopK(0.1)),
         "held": said(attach, nn.Sequential(wrapped), TopK(0.1)),
         "replicated": said(attach, replicate(net()), TopK(0.1)),
         "plain": said(attach, net(), TopK(0.1)),
+        "other": said(attach, nn.DataParallel(net()), TopK(0.1)),
     }
+    with unwarned():
+        older = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+        found["first FSDP"] = said(attach, older, TopK(0.1))
+    sparse = DistributedDataParallel(nn.Embedding(8, 8, sparse=True))
+    found["sparse"] = said(attach, sparse, TopK(0.1))
     by_shards = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
     if hasattr(by_shards, "ReplicateModule"):
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",))
@@ -52,12 +58,77 @@ def other_modules(worker: int) -> dict[str, str]:
 def test_other_modules_are_answered_by_name() -> None:
     """And ``optimizers=None`` is as none."""
     found = run_in_processes(other_modules, 1)[0]
-    assert "attach before torch.compile" in found["compiled"]
     assert "holds a DistributedDataParallel" in found["held"]
     assert "attach(DistributedDataParallel(model), ...)" in found["plain"]
+    assert "sparse=False" in found.pop("sparse")
+    for name in ("plain", "other", "first FSDP"):
+        assert "give a DistributedDataParallel module, or one that fully_shard" in found[name]
     for name in ("replicated", "replicated by FSDP2", "replicated within shards"):
         assert "torch's replicate(...)" in found.get(name, "torch's replicate(...)"), found[name]
     assert all(sentence.startswith("ValueError: attach(") for sentence in found.values())
+
+
+def unlike(worker: int) -> str:
+    dist.init_process_group("gloo")
+    return said(attach, DistributedDataParallel(net()), QSGD(4 + 4 * worker))
+
+
+def test_workers_that_differ_are_refused_on_all() -> None:
+    zero, one = run_in_processes(unlike, 2)
+    assert zero == one
+    assert zero.startswith("ValueError: Worker 1 has ")
+
+
+def wrapped_net(shards: bool) -> Any:
+    model: Any = net()
+    if not shards:
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def compiled(worker: int) -> dict[str, Any]:
+    """As TrainingArguments(torch_compile=True) does: attach comes after torch.compile."""
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    data = torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(worker))
+    for shards in (False, True):
+        for order in ("before", "after", "again", "late"):
+            module = wrapped_net(shards)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            given: Any = torch.compile(module, backend="eager")
+            attached = module if order == "before" else given
+            if order == "late":
+                given(data[0])
+                found[f"late {shards}"] = said(attach, given, QSGD(4))
+                continue
+            handle = attach(attached, QSGD(4), optimizers=optimizer)
+            for step, x in enumerate(data):
+                if order == "again" and step == 2:
+                    state = handle.state_dict()
+                    handle.close()
+                    handle = attach(attached, QSGD(4), optimizers=optimizer)
+                    handle.load_state_dict(state)
+                optimizer.zero_grad()
+                given(x).square().mean().backward()
+                optimizer.step()
+            parts = [local_part(p.detach()) for p in module.parameters()]
+            sums = [float(part.double().sum()) for part in parts]
+            found[f"{order} {shards}"] = sums, order == "again" or handle.account().wire_bytes
+            handle.close()
+    return found
+
+
+def test_attach_takes_a_compiled_module_that_has_not_run() -> None:
+    """The same weights and bytes as of a module that is compiled after attach; DDP and FSDP2."""
+    for found in run_in_processes(compiled, 2):
+        for shards in (False, True):
+            assert found[f"before {shards}"] == found[f"after {shards}"]
+            assert found[f"before {shards}"][0] == found[f"again {shards}"][0]
+            assert found[f"before {shards}"][1] > 0
+            assert "the compiled module has run already" in found[f"late {shards}"]
 
 
 def accumulated(worker: int) -> dict[str, str]:

@@ -22,7 +22,7 @@ from lightning_gc import (
     Uniform,
     attach,
 )
-from lightning_gc.controllers import Accordion, Fixed
+from lightning_gc.controllers import Accordion, Fixed, LayerBudget
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import with_checksum
 from tests.support.accelerator import BACKEND, DEVICE, needs_four
@@ -170,6 +170,12 @@ def refused(rank: int, compressor: Any) -> dict[str, str]:
         "two meshes": lambda: attach(with_units(both, turned, both), compressor),
         "trained outside": lambda: attach(with_outside(both), compressor),
         "a loss scaler": lambda: attach(net, compressor, scaler=torch.amp.GradScaler("cpu")),
+        "full gradients": lambda: attach(
+            net,
+            compressor,
+            controller=LayerBudget(reference=0.1, levels=(0.05, 0.1)),
+            optimizers=torch.optim.SGD(net.parameters()),
+        ),
         "no megabytes": lambda: attach(net, compressor, bucket_cap_mb=0),
         "lookahead": lambda: attach(net, compressor, StepAhead()),
         "unlike ranks": lambda: attach(net, PerParameter(TopK(0.1 + 0.1 * (rank == 3)))),
@@ -248,6 +254,7 @@ REFUSED = {
     "two meshes": "give fully_shard one mesh for all",
     "trained outside": "trains 0.weight, 0.bias outside of all",
     "a loss scaler": "need no loss scaling",
+    "full gradients": "LayerBudget compresses full gradients",
     "no megabytes": "more than 0, such as 25",
     "lookahead": "moves the weights around each forward pass",
     "unlike ranks": "compressor",

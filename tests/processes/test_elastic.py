@@ -21,10 +21,11 @@ from lightning_gc.lightning.for_pytorch_lightning import (
     SimulatedLocalStepsStrategy,
 )
 from lightning_gc.local_steps.rendezvous import Rendezvous
-from lightning_gc.local_steps.roll import BEAT, NEAR, Entrance, Round
+from lightning_gc.local_steps.roll import BEAT, NEAR, Called, Entrance, Round, entry_of
 from tests.soak.elastic import Run
 from tests.support.elastic import Job, Stream, batches, replay, start, step_of, train
 from tests.support.fitting import quiet_trainer, unwarned
+from tests.support.strangers import Tap, idle_strangers, play
 
 pytestmark = pytest.mark.processes
 LIMIT = 120.0
@@ -119,6 +120,50 @@ def test_a_killed_worker_costs_its_error_and_the_run_is_replayed(site: Site) -> 
     (norm,) = [each.lost[victim] for each in rounds if victim in each.lost]
     assert norm > 0
     assert_replayed(site, left)
+
+
+def test_strangers_take_no_part(tmp_path: Path) -> None:
+    """Two live runs of one secret. One is played what was said in the other, and is flooded.
+
+    1,500 strangers idle at its rendezvous and at the door from which a worker joins. A job with
+    another secret calls. The honest workers alone are counted, and end as their replay.
+    """
+    sites = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        sites.append(Site(tmp_path / name))
+    site, other = sites
+    tap = Tap(other.server.port)
+    other.start("a")
+    other.job = replace(other.job, port=tap.port)
+    other.start("b")
+    site.job = replace(site.job, holds=9)
+    site.start("a", "b")
+    for name in ("a", "b"):
+        site.until(name, 9)
+    other.until("b", 4)
+    entries = map(entry_of, list(site.server._said))
+    called = next(entry for entry in entries if isinstance(entry, Called))
+    doors = [int(address.rpartition(":")[2]) for address in called.addresses]
+    with idle_strangers(1500, site.server.port, doors[0]):
+        for port in (site.server.port, *doors):
+            for said in map(bytes, tap.said):
+                play(said, port)
+        terms = site.job.elastic | {"secret": "another", "patience": 5.0}
+        site.processes["stranger"] = start(replace(site.job, elastic=terms), "stranger")
+        site.start("c")
+        site.until("c", 2)
+        for name in ("a", "b", "c"):
+            site.go_on(name)
+        left = site.ended("a", "b", "c")
+    site.processes["stranger"].join(LIMIT)
+    assert f"{site.server.port} has another secret" in (site.folder / "stranger.out").read_text()
+    assert site.rounds().numbers == (0, 1, 2)
+    assert_replayed(site, left)
+    assert_replayed(other, other.ended("a", "b"))
+    tap.close()
+    for each in sites:
+        each.close()
 
 
 @pytest.mark.nightly

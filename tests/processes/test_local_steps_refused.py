@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from lightning_gc import Identity, Together, TopK
+from lightning_gc import Identity, LocalSteps, Together, TopK
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedLocalStepsStrategy
 from tests.support.accelerator import WORKERS
 from tests.support.fitting import digest, fit
@@ -132,6 +132,15 @@ class Gathers(torch.optim.SGD):
         return loss
 
 
+class Muon(torch.optim.SGD):
+    """Shares its work out among all workers in ``step``, as distributed Muon does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            dist.all_reduce(param.grad)
+        return super().step(closure)
+
+
 class Holds(torch.optim.SGD):
     """Holds another optimizer, as Lookahead does."""
 
@@ -189,6 +198,7 @@ OPTIMIZERS: dict[str, Any] = {
     "post-local": lambda params: Holds(params, post_local(params)),
     "later": Later,
     "together": lambda params: Together([Later(params[:1]), torch.optim.SGD(params[1:], 0.05)]),
+    "muon": lambda params: Together([torch.optim.SGD(params[1:], 0.05), Muon(params[:1], 0.05)]),
     "averages": lambda params: Averages(params, lr=0.05),
     "gathers": lambda params: Gathers(params, lr=0.05),
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.05),
@@ -201,7 +211,7 @@ def with_optimizers(worker: int) -> dict[str, str]:
     said = {}
     torch.manual_seed(0)
     first = digest(Learner())
-    for kind in ("ZeRO", "held", "post-local", "later", "together", "averages", "gathers", "LBFGS"):
+    for kind in (each for each in OPTIMIZERS if each not in ("muon", "unreadable")):
         module = with_optimizer(kind)()
         try:
             with warnings.catch_warnings():
@@ -216,6 +226,13 @@ def with_optimizers(worker: int) -> dict[str, str]:
         except ValueError as error:
             assert digest(module) == first
             said[kind] = str(error)
+    net = torch.nn.Linear(4, 4)
+    with LocalSteps(net, OPTIMIZERS["muon"](list(net.parameters())), Identity(), every=2) as steps:
+        net(torch.ones(4)).sum().backward()
+        try:
+            steps._optimizer.step()
+        except ValueError as error:
+            said["muon"] = str(error)
     simulated = SimulatedLocalStepsStrategy(Identity(), workers=2, every=2)
     try:
         fit(simulated, with_optimizer("ZeRO"), own_batches(worker, 4))
@@ -230,10 +247,12 @@ def test_optimizers_that_communicate_are_refused_on_all_workers() -> None:
         assert "or holds a ZeroRedundancyOptimizer" in said["ZeRO"]
         assert "or holds a PostLocalSGDOptimizer" in said["post-local"]
         assert said["held"].startswith("Holds is or holds a ZeroRedundancyOptimizer")
-        for kind, name in (("later", "Later"), ("together", "Together")):
+        for kind, name in (("later", "Later"), ("together", "Later in Together")):
             assert said[kind].startswith(f"{name} has a ProcessGroup of 2 workers as _process_grou")
         assert said["averages"].startswith("Averages has train() and eval()")
         assert said["gathers"].startswith("Gathers calls c10d.allreduce_")
+        assert said["muon"].startswith("Muon in Together calls c10d.allreduce_")
+        assert "such as torch.optim.Muon or SingleDeviceMuon" in said["muon"]
         assert "With SimulatedLocalStepsStrategy a worker" in said["simulated"]
         assert "LBFGS" not in said, "a closure and what Lightning shares are not the optimizer's"
 

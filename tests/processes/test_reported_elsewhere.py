@@ -16,7 +16,7 @@ from lightning_gc import Identity, PerParameter, PowerSGD, TopK, attach
 from lightning_gc.compressors import Compressor
 from tests.support.fitting import ddp, digest, fit, unwarned
 from tests.support.models import Plain, common_batches
-from tests.support.processes import run_in_processes
+from tests.support.processes import run_in_processes, said
 
 pytestmark = pytest.mark.processes
 Module = DistributedDataParallel
@@ -163,9 +163,9 @@ def native_precision(worker: int) -> str:
 
 def test_ddps_own_mixed_precision_is_answered_by_name() -> None:
     """It registers a communication hook (pytorch pull request 92882)."""
-    for said in run_in_processes(native_precision, 2):
-        assert "DDP's mixed_precision" in said
-        assert "use torch.autocast instead" in said
+    for text in run_in_processes(native_precision, 2):
+        assert "DDP's mixed_precision" in text
+        assert "use torch.autocast instead" in text
 
 
 class Manual(Plain):
@@ -193,17 +193,26 @@ class Raw(Manual):
     raw = True
 
 
-def by_hand(worker: int) -> tuple[int, str]:
+class RawLater(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.raw = batch_idx == 1
+        return super().training_step(batch, batch_idx)
+
+
+def by_hand(worker: int) -> tuple[int, list[str]]:
     with unwarned():
         left = fit(ddp(TopK(0.1)), Manual, common_batches(16, 4), devices=2)
-        with pytest.raises(RuntimeError) as caught:
-            fit(ddp(TopK(0.1)), Raw, common_batches(16, 4), devices=2)
-    return left["rounds"][0], str(caught.value)
+        texts = [
+            said(fit, ddp(TopK(0.1)), module, common_batches(16, 4), devices=2)
+            for module in (Raw, RawLater)
+        ]
+    return left["rounds"][0], texts
 
 
 def test_a_backward_pass_that_exchanges_nothing_is_refused() -> None:
-    """Workers drifted apart without a word (Lightning#9237)."""
-    for rounds, said in run_in_processes(by_hand, 2):
+    """Workers drifted apart without a word (Lightning#9237), in all steps or in a later one."""
+    for rounds, texts in run_in_processes(by_hand, 2):
         assert rounds == 2
-        assert "SGD.step was called, but no gradient has been exchanged" in said
-        assert "self.manual_backward(loss) instead of loss.backward()" in said
+        for text in texts:
+            assert text.startswith("RuntimeError: SGD.step was called, but no gradient has been")
+            assert "self.manual_backward(loss) instead of loss.backward()" in text

@@ -606,7 +606,7 @@ WORDS = {
     "replicas": "averages gradients over replicas in every step",
     "one layer outside": "trains 1.weight outside of all",
     "two meshes": "has 1 sharded over the ranks [0, 1, 2, 3]",
-    "other dimension": "has names and shapes of parameters",
+    "other dimension": "(Shard(dim=1),) (parameter, trained), but worker 0 has ",
     "offloaded": "never been tried with local steps",
     "other islands": "has island=4 of a model in shards, but worker 0 has island=2 of a model",
     "uneven": "4 processes are not islands of 3",

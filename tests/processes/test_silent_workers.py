@@ -119,11 +119,11 @@ def told(worker: int, name: str, told: dict[int, Told]) -> tuple[str, Any]:
             callbacks=[told[worker]] if worker in told else [],
         )
     except (RuntimeError, SystemExit) as error:
-        return type(error).__name__, error.code if isinstance(error, SystemExit) else 1
+        return type(error).__name__, getattr(error, "code", 1)
     return "the fit ended as if nothing had happened", 0
 
 
-STOPS = ("SIGTERMException", None)
+STOPS = [("SIGTERMException", code) for code in (None, 143)]  # 143 with Lightning after 2.6
 NAMES = ["DDP", "local steps", pytest.param("local steps, overlapped", marks=pytest.mark.nightly)]
 
 
@@ -132,7 +132,7 @@ NAMES = ["DDP", "local steps", pytest.param("local steps, overlapped", marks=pyt
 def test_sigterm_to_one_worker_is_a_peer_error_of_the_others(name: str, who: int) -> None:
     """The signal finds it within a round, where nothing else is exchanged."""
     ends = run_in_processes(told, 2, name, {who: Told(6)}, timeout=40)
-    assert ends[who] == STOPS
+    assert ends[who] in STOPS
     assert ends[1 - who] == ("PeerError", 1)
 
 
@@ -140,4 +140,5 @@ def test_sigterm_to_one_worker_is_a_peer_error_of_the_others(name: str, who: int
 def test_sigterm_to_all_workers_stops_all_without_an_error(name: str) -> None:
     """Also one that gets it a step later, and waits in an exchange for one that has gone."""
     ends = run_in_processes(told, 2, name, {0: Told(7, ended=True), 1: Told(7)}, timeout=40)
-    assert ends == [STOPS, STOPS]
+    assert ends[0] == ends[1]
+    assert ends[0] in STOPS

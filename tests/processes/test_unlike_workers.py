@@ -1,23 +1,37 @@
-"""Workers whose arithmetic differs are refused at the start, where it would part their weights."""
+"""Workers whose arithmetic or models differ are refused at the start, on all of them."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_fabric import Fabric
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import AtomoSVD, PowerSGD, RandomK, TopK
+from lightning_gc import AtomoSVD, Elastic, LocalSteps, PowerSGD, RandomK, TopK, attach
 from lightning_gc.compressors import Compressor
+from lightning_gc.core import message
 from lightning_gc.exchange import Synchronizer, Workers, configure, kernel_compilation
-from lightning_gc.kernels import dispatch
+from lightning_gc.kernels import families
+from lightning_gc.lightning.fabric_for_pytorch_lightning import CompressedFabricStrategy
+from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
+from lightning_gc.local_steps.rendezvous import Rendezvous
+from lightning_gc.transports import distributed
+from tests.support.fitting import fit
+from tests.support.local_steps import Learner, local
+from tests.support.models import own_batches
 from tests.support.processes import run_in_processes
+from tests.support.processes import said as raised
 
 pytestmark = pytest.mark.processes
 CPU = torch.device("cpu")
 CASES: tuple[tuple[Compressor, str], ...] = (
     (TopK(0.1), "torch"),
+    (TopK(0.1), "lightning_gc"),
     (TopK(0.1), "kernels"),
     (TopK(0.1), "device"),
     (RandomK(0.1), "device"),
@@ -38,18 +52,32 @@ def start(worker: int) -> list[str]:
     return found
 
 
+def meet(worker: int) -> list[str]:
+    """Return what workers say of which the second has another wire format."""
+    dist.init_process_group("gloo")
+    return [said(TopK(0.1), differs, worker) for differs in ("format", "former format")]
+
+
 def said(compressor: Compressor, differs: str, worker: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if worker == 1 and differs == "torch":
             patch.setattr(torch, "__version__", "2.6.0")
+        if worker == 1 and differs == "lightning_gc":
+            patch.setattr(kernel_compilation, "_own_release", lambda: "0.1.0")
         if worker == 1 and differs == "build":  # for one GPU or another, which nobody uses
             patch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+cu126")
         if worker == 1 and differs == "vectors":
             patch.setattr(kernel_compilation, "_vectors", lambda: "NEON")
         if worker == 1 and differs == "numba":
-            patch.setattr(dispatch, "numba_in_words", lambda: "missing")
+            patch.setattr(families.host, "works", lambda family: False)
         if worker == 1 and differs == "kernels":
-            patch.setattr(dispatch, "in_words", lambda device: "Triton 3.2.0")
+            patch.setattr(families, "in_words", lambda used, device: "Triton 3.2.0")
+        if worker == 1 and differs == "format":
+            patch.setattr(distributed, "FORMAT", 3)
+        if worker == 1 and differs == "former format":  # without a number, and with other padding
+            patch.setattr(distributed, "_announcement", distributed.lengths_of)
+            patch.setattr(distributed, "_lengths_in", lambda announced, sender: announced)
+            patch.setattr(message, "ALIGNMENT", 8)
         if worker == 1 and differs == "device":
             patch.setattr(kernel_compilation, "device_in_words", lambda device: "a T4 with 40")
         workers = Workers(configure("test", compressor, None, None, 0))
@@ -66,9 +94,10 @@ def test_a_difference_is_harmless_or_refused() -> None:
     """On all workers alike, with what to do; who treats elements one by one may differ."""
     both = run_in_processes(start, 2)
     assert both[0] == both[1]
-    torches, kernels, topk, randomk, powersgd, atomo, build, vectors, *numba = both[0]
+    torches, own, kernels, topk, randomk, powersgd, atomo, build, vectors, *numba = both[0]
     assert "Worker 1 has torch=2.6.0, but worker 0 has torch=" in torches
     assert "install the same version" in torches
+    assert "Worker 1 has lightning_gc=0.1.0, but worker 0 has lightning_gc=" in own
     assert "Worker 1 has kernels=Triton 3.2.0, but worker 0 has kernels=torch." in kernels
     assert (topk, randomk, build) == ("", "", "")
     assert "Worker 1 has vector instructions=NEON, but worker 0 has vector" in vectors
@@ -78,3 +107,114 @@ def test_a_difference_is_harmless_or_refused() -> None:
     for low_rank in (powersgd, atomo):
         assert "Worker 1 has device=a T4 with 40, but worker 0 has device=cpu with" in low_rank
         assert "such as TopK or QSGD" in low_rank
+
+
+def test_workers_of_another_wire_format_name_each_other() -> None:
+    """Before a message, whose size they would not agree on; the former version too."""
+    first, second = run_in_processes(meet, 2)
+    ours = "Worker 1 sends messages of another wire format than 2. Install the same version"
+    assert all(ours in text for text in first)
+    assert "Worker 0 sends messages of another wire format than 3" in second[0]
+    assert "Worker 0 announces" in second[1]
+    assert "elements where at most" in second[1]
+
+
+def tie(model: Any) -> None:
+    model.tied.weight = model.head.weight
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "dtype": (lambda m: m.head.to(torch.bfloat16), "head.weight=bfloat16 (4, 40) (parameter,"),
+    "not trained": (lambda m: m.head.requires_grad_(False), "(parameter, not trained)"),
+    "tied": (tie, "tied.weight=float32 (4, 40) (parameter, trained, tied to head.weight)"),
+    "shape": (lambda m: setattr(m, "head", nn.Linear(40, 3)), "head.weight=float32 (3, 40)"),
+    "dtype of a buffer": (lambda m: m.norm.double(), "norm.running_mean=float64 (40,) (buffer)"),
+    "one more buffer": (lambda m: m.register_buffer("more", torch.ones(2)), "more=float32 (2,)"),
+    "shape of a buffer": (
+        lambda m: m.norm.register_buffer("running_mean", torch.ones(1)),
+        "norm.running_mean=float32 (1,) (buffer)",
+    ),
+}
+"""What is changed on worker 1, and how its model is described then."""
+
+
+class Model(Learner):
+    """Has all that can differ."""
+
+    def __init__(self, change: str = "") -> None:
+        super().__init__()
+        self.tied = nn.Linear(40, 4)
+        self.norm = nn.BatchNorm1d(40, affine=False)
+        if change:
+            CHANGES[change][0](self)
+
+
+def by_local_steps(model: Model, **options: Any) -> LocalSteps:
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return LocalSteps(model, torch.optim.SGD(trained, lr=0.1), TopK(0.1), every=2, **options)
+
+
+def by_attach(change: str) -> None:
+    """The model is changed afterwards, as DDP itself cannot compare types."""
+    ddp = DistributedDataParallel(Model())
+    if change:
+        CHANGES[change][0](ddp.module)
+    attach(ddp, TopK(0.1))
+
+
+def by_trainer(strategy: Any, change: str, worker: int) -> None:
+    settings = {"devices": 2, "use_distributed_sampler": False}
+    fit(strategy, lambda: Model(change), own_batches(worker, 2), **settings)
+
+
+def by_fabric(change: str) -> None:
+    strategy = CompressedFabricStrategy(TopK(0.1))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    fabric.setup(Model(change))
+
+
+def unlike(worker: int) -> dict[tuple[str, str], str]:
+    dist.init_process_group("gloo")
+    found = {}
+    for name in CHANGES:
+        change = name if worker == 1 else ""
+        ddp = CompressedDDPStrategy(TopK(0.1))
+        found |= {
+            ("LocalSteps", name): raised(by_local_steps, Model(change)),
+            ("attach", name): raised(by_attach, change),
+            ("strategy", name): raised(by_trainer, local(TopK(0.1), every=2), change, worker),
+            ("DDP strategy", name): raised(by_trainer, ddp, change, worker),
+            ("Fabric", name): raised(by_fabric, change),
+        }
+    return found
+
+
+def test_models_that_differ_are_refused_by_name() -> None:
+    """In one thing each, before anything of the model is exchanged; no process is aborted."""
+    one, other = run_in_processes(unlike, 2)
+    assert one == other
+    for (way, name), text in one.items():
+        assert text.startswith("ValueError: Worker 1 has "), (way, name, text)
+        assert CHANGES[name][1] in text.partition(", but worker 0 has ")[0], (way, name, text)
+        assert "make the model in the same way on all" in text
+
+
+def settings_of(worker: int, folder: str) -> list[str]:
+    """Return the digest that a job sends to the rendezvous, for each model."""
+    server = Rendezvous(0, "secret", Path(folder) / "roll.jsonl")
+    found = []
+    for change in ("", "", *CHANGES):
+        elastic = Elastic(f"127.0.0.1:{server.port}", secret="secret")
+        made: Any = by_local_steps(Model(change), elastic=elastic)
+        found.append(made.meeting.exchange._member.report.settings)
+        made.end(failed=True)
+    server.close()
+    return found
+
+
+def test_elastic_workers_compare_the_same(tmp_path: Path) -> None:
+    """The rendezvous refuses whoever has another digest."""
+    ((one, again, *others),) = run_in_processes(settings_of, 1, str(tmp_path))
+    assert one == again
+    assert len({one, *others}) == 1 + len(CHANGES)

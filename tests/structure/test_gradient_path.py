@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import lightning_gc
 from lightning_gc import TopK
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import by_default
 from lightning_gc.transports import Distributed, Recording
 from tests.support.processes import hold_port
 

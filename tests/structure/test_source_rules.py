@@ -198,6 +198,7 @@ READ_BY = {
     "control/control_loop.py": {"json.loads"},
     "controllers/trace.py": {"json.loads"},
     "exchange/peers.py": {"json.loads"},
+    "local_steps/rendezvous.py": {"json.loads"},
     "local_steps/roll.py": {"json.loads"},
     "local_steps/snapshot.py": {"json.loads"},
     "methods/method.py": {"yaml.safe_load"},  # values of fields that the user types

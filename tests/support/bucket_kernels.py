@@ -16,9 +16,9 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseLevels
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.compressors.sparsifiers import random_sparsifier
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core import Bucket, Payload
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import by_default
 from lightning_gc.kernels import quantise, signs
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme

@@ -25,7 +25,7 @@ from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
 )
-from lightning_gc.local_steps import snapshot
+from lightning_gc.local_steps.channel import Channel
 from tests.support.fitting import digest, quiet_trainer
 from tests.support.processes import hold_port, preloaded
 
@@ -277,16 +277,15 @@ def _main(
 
 def _damage_snapshots(number: int) -> None:
     """Flip a bit of so many large messages that this worker receives."""
-    receive, left = snapshot._receive, [number]
+    feed, left = Channel.feed, [number]
 
-    def damaged(link: Any, number: int) -> bytearray:
-        data = receive(link, number)
-        if number > 1000 and left[0]:
+    def damaged(channel: Channel, data: bytes) -> None:
+        if len(data) > 1000 and left[0] and "worker" in channel._name:
             left[0] -= 1
-            data[len(data) // 2] ^= 4
-        return data
+            data = data[:500] + bytes([data[500] ^ 4]) + data[501:]
+        feed(channel, data)
 
-    snapshot._receive = damaged
+    Channel.feed = damaged  # type: ignore[method-assign,assignment]
 
 
 class Worker:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_gc.engine import Engine
 from lightning_gc.exchange import Configuration, configure
 from lightning_gc.lightning.for_pytorch_lightning import CompressedFSDPStrategy
-from lightning_gc.sharded.fsdp_units import units_of
+from lightning_gc.sharded.fsdp_units import UnitNumbers, units_of
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, replica_mesh
 from lightning_gc.sharded.unit_scatters import ReduceScatter, UnitScatters
 from lightning_gc.transports import Recording, Simulated
@@ -77,9 +77,9 @@ class Watched(UnitScatters):
 
     seen: list[tuple[Shapes, Tensor, Tensor]]
 
-    def _exchange(self, grad: Tensor, shapes: Mapping[str, tuple[int, ...]], group: Any) -> None:
+    def _exchange(self, name: str, grad: Tensor, shapes: Shapes, group: Any) -> None:  # type: ignore[override]
         before = grad.clone()
-        super()._exchange(grad, shapes, group)
+        super()._exchange(name, grad, shapes, group)
         me, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.seen.append((dict(shapes), before, own_shards(grad, shapes, me, ranks)))
 
@@ -105,7 +105,9 @@ def scatter(rank: int, ranks: int, way: Way, steps: int = 3) -> list[Scattered]:
     transport = Distributed(mesh.get_group(), per_node=way.scheme.neighbours(ranks))
     recording = Recording(transport)
     workers.start([recording], revocable=False)
-    watched = Watched(units_of(net), workers, transport, recording, lambda: None)
+    units = units_of(net)
+    numbers = UnitNumbers([unit.name for unit in units], verified=False)
+    watched = Watched(units, workers, transport, recording, lambda: None, numbers)
     found = []
     for index in range(steps):
         watched.seen = []

@@ -129,7 +129,7 @@ def counting(workers: int) -> Iterator[Counting]:
         yield counts
 
 
-def _fused(tensor: Tensor) -> bool:
+def _fused(tensor: Tensor, family: str) -> bool:
     return isinstance(tensor, Elsewhere) and tensor.dtype == torch.float32 and tensor.numel() > 0
 
 

@@ -4,11 +4,12 @@ import contextlib
 import multiprocessing
 import os
 import random
+import resource
 import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,15 @@ def _run(pipe: Any, function: Any, worker: int, workers: int, port: int, args: A
         pipe.send((True, function(worker, *args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
+
+
+@contextlib.contextmanager
+def many_files() -> Iterator[None]:
+    """Let this process open thousands of files, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 8192 if hard == resource.RLIM_INFINITY else min(8192, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

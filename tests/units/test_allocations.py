@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_gc import QSGD, Cast, HardThreshold, Identity, PowerSGD, TopK
-from lightning_gc.engine.compatibility import by_default
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.engine.engine import Engine
 from lightning_gc.transports.simulated import Simulated
 

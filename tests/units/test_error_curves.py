@@ -9,11 +9,11 @@ import torch
 
 from lightning_gc import QSGD, GradiVeQ, PowerSGD, TopK
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.control.probes import error_curves
 from lightning_gc.controllers import LayerBudget, Needs, Observation
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import by_default
 from lightning_gc.exchange.peers import Peers
 from tests.support.controlled_workers import CPU, Listens, Training
 

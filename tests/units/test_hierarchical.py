@@ -78,7 +78,8 @@ def test_bytes_by_leg() -> None:
     payload = two.step(gradients[:2]).wire_bytes[0]
     four = Lockstep(4, QSGD(4, 64), NoMemory(), Hierarchical(2))
     between = four.step(gradients).wire_bytes
-    lengths = 3 * 3 * 8 * 3  # at most three tensors of a payload, three others, three rounds
+    # At most three tensors of a payload, three others, three rounds; each message ends in a seal.
+    lengths = 3 * 3 * (8 * 3 + 16)
     assert all(payload / 2 <= sent <= payload / 2 + lengths for sent in between)
     (within,) = set(four.transport.node_bytes)
     assert 2 * 4 * size / 2 <= within <= 2 * 4 * size / 2 + 64

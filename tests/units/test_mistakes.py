@@ -102,7 +102,8 @@ MISTAKES = [
         "Chain(at_epoch='one'): at_epoch is a number; write 1, without quotes.",
     ),
     ("CSER(every=2.0)", None),  # as a file may have it
-    ("TopK(1)", None),  # all of it: allowed
+    ("TopK(density=1.0)", None),  # all of it: allowed
+    ("TopK(1.0)", None),
     (
         "TopK(1.5)",
         "TopK(density=1.5): density is the share of elements sent and ...; use 0.01 ...",

@@ -35,8 +35,8 @@ from lightning_gc import (
     RandomK,
     TopK,
 )
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.controllers import Schedule
-from lightning_gc.engine.compatibility import by_default
 from lightning_gc.lightning.for_pytorch_lightning import (
     CompressionMonitor,
     SimulatedDDPStrategy,
@@ -94,7 +94,7 @@ def test_a_gradient_has_an_encoded_size_whoever_listens(workers: int) -> None:
 @pytest.mark.parametrize(
     ("compressor", "scheme", "workers", "said"),
     [
-        (TopK(1), None, 2, r"sends 1\.\d\d times what plain DDP would; give a lower density, .*"),
+        (TopK(1.0), None, 2, r"sends 1\.\d\d times what plain DDP would; give a lower density, .*"),
         (
             TopK(0.5),
             AllGather(),
@@ -135,7 +135,9 @@ def test_more_bytes_in_a_controllers_first_epoch_are_said_to_be_its_levels() -> 
     assert found.startswith("With its controller's first levels this sends ")
 
 
-@pytest.mark.parametrize(("compressor", "workers"), [(Identity(), 8), (TopK(0.1), 2), (TopK(1), 1)])
+@pytest.mark.parametrize(
+    ("compressor", "workers"), [(Identity(), 8), (TopK(0.1), 2), (TopK(1.0), 1)]
+)
 def test_no_more_bytes_than_plain_ddp(compressor: Any, workers: int) -> None:
     strategy = SimulatedDDPStrategy(PerParameter(compressor), workers=workers)
     with warnings.catch_warnings(record=True) as caught:

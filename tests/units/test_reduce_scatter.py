@@ -24,9 +24,9 @@ from lightning_gc import (
     TopK,
 )
 from lightning_gc.compressors import Codec
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import by_default
 from lightning_gc.sharded.unit_scatters import ReduceScatter
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated

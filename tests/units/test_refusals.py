@@ -63,7 +63,7 @@ nan, inf = float("nan"), float("inf")
         (lambda: PerParameter("topk"), "'topk'", "TopK(0.01)"),  # type: ignore[arg-type]
         (lambda: Identity().at(0.5), "0.5", "no knob"),
         (lambda: TopK().at(nan), "nan", "give a number"),
-        (lambda: Lockstep(2, TopK(), scheme=AllReduce()), "TopK(density=0.01,", "AllGather()"),
+        (lambda: Lockstep(2, TopK(), scheme=AllReduce()), "TopK(0.01)", "AllGather()"),
         (lambda: Lockstep(2, QSGD(), memory=MomentumCorrection()), "QSGD", "NoMemory()"),
         (
             lambda: Lockstep(2, VarianceCriterion(), memory=NoMemory()),
@@ -72,7 +72,7 @@ nan, inf = float("nan"), float("inf")
         ),
         (
             lambda: Lockstep(2, VarianceCriterion(), memory=EF21()),
-            "EF21(momentum=None)",
+            "EF21()",
             "ErrorFeedback()",
         ),
         (lambda: Lockstep(2, VarianceCriterion(), scheme=TwoShot()), "TwoShot()", "AllGather()"),

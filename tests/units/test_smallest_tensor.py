@@ -23,7 +23,7 @@ from lightning_gc import (
     TopK,
 )
 from lightning_gc.compressors import Compressor
-from lightning_gc.engine.compatibility import by_default
+from lightning_gc.compressors.wrappers.per_parameter import by_default
 
 WAYS: list[tuple[Any, dict[str, Any]]] = [
     (CompressedDDPStrategy, {}),

@@ -67,7 +67,7 @@ class LowRank(BatchedCollective):
     def __post_init__(self) -> None:
         check_rank(type(self).__name__, self.rank)
         if not self.min_ratio >= 0 or self.dense_steps < 0:
-            raise ValueError(f"{self!r}: min_ratio and dense_steps must be at least 0.")
+            raise ValueError(f"{self}: min_ratio and dense_steps must be at least 0.")
 
     @abc.abstractmethod
     def basis(self, p: Tensor) -> Tensor:

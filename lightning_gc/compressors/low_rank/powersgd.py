@@ -73,7 +73,7 @@ class AllMatrices(Matrices):
     """Factor all matrices of a bucket by the same few kernels, whatever their shapes."""
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return fused(buffer) and self._kernels(bucket, buffer) is not None
+        return fused(buffer, "low_rank") and self._kernels(bucket, buffer) is not None
 
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         kernels = self._kernels(bucket, buffer)

@@ -182,7 +182,7 @@ class JointBlocks(JointCodec):
 
     def table(self, flat: Tensor, shards: int = 1) -> BlockTable | None:
         """Return what kernels of a GPU read; None if they do not take ``flat``."""
-        if not fused(flat):
+        if not fused(flat, "blocks"):
             return None
         from lightning_gc.kernels.gpu import blocks
 
@@ -357,7 +357,7 @@ class JointLevels(JointCodec):
             super().decode(payload, out, scale, bucket)
 
     def _in_kernels(self, flat: Tensor) -> bool:
-        return self.codec.norm == "max" and fused(flat)
+        return self.codec.norm == "max" and fused(flat, "levels")
 
     def _compiled(self, flat: Tensor) -> bool:
         return self.codec.norm == "max" and self.codec.bits <= 8 and compiled(flat, "levels")

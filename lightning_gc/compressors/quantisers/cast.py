@@ -67,7 +67,7 @@ class Cast(Codec):
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         joint = "no" if scheme is None else scheme.joint(bucket.workers)
-        if joint == "parts" and fused(buffer):
+        if joint == "parts" and fused(buffer, "casts"):
             return True
         return joint != "no" and self.dtype == "bfloat16" and compiled(buffer, "casts")
 

@@ -28,7 +28,7 @@ class _Ternary(Compressor):
     def __post_init__(self) -> None:
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(
-                f"{self!r}: clip is a number of standard deviations, above 0; use the paper's "
+                f"{self}: clip is a number of standard deviations, above 0; use the paper's "
                 f"2.5, or None not to clip."
             )
 

@@ -52,7 +52,9 @@ class JointSigns(JointCodec):
     """Encode and decode all parts of a bucket at once, in kernels where there are some."""
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return scheme is not None and scheme.joint(bucket.workers) != "no" and fused(buffer)
+        return (
+            scheme is not None and scheme.joint(bucket.workers) != "no" and fused(buffer, "signs")
+        )
 
     def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
         kernels = self._kernels(buffer, bucket.workers)
@@ -82,7 +84,7 @@ class JointSigns(JointCodec):
             kernels.average(payloads, out, bucket.pending)
 
     def _kernels(self, flat: Tensor, shards: int = 1) -> ShardKernels | None:
-        if fused(flat) or compiled(flat, "signs"):
+        if fused(flat, "signs") or compiled(flat, "signs"):
             return self._made(family("signs", flat), flat.device, shards)
         return None
 

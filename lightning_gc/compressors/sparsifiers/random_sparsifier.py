@@ -128,7 +128,7 @@ class JointDraw(JointCodec):
     """Send the drawn elements of all parts of a bucket; on a GPU by kernels of whole buckets."""
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return absorbed(bucket, buffer, scheme)
+        return absorbed(bucket, buffer, scheme, "random_k")
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if bucket.pending is None:

@@ -267,7 +267,7 @@ class TableSelection(JointSelection):
     selection: Selection
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return absorbed(bucket, buffer, scheme)
+        return absorbed(bucket, buffer, scheme, "sparse")
 
     def count(self, buffer: Tensor, bucket: Bucket) -> Counted:
         if bucket.pending is None:
@@ -285,14 +285,14 @@ class TableSelection(JointSelection):
         return super().choose(buffer, bucket)
 
     def move(self, buffer: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        if not fused(buffer):
+        if not fused(buffer, "sparse"):
             return super().move(buffer, bucket)
         from lightning_gc.kernels.gpu import sparse
 
         return sparse.move(buffer, self.selection, self.sent_dtype, bucket.step)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        if fused(buffer) and not self.ragged:
+        if fused(buffer, "sparse") and not self.ragged:
             from lightning_gc.kernels.gpu import sparse
 
             return sparse.encode(buffer, self.selection, self.sent_dtype, bucket.pending)
@@ -368,7 +368,7 @@ def taken(buffer: Tensor, indices: Tensor, dtype: torch.dtype = torch.float32) -
 
 def code(indices: Tensor, numel: int, like: Tensor) -> Tensor:
     """Return ascending positions below ``numel``, coded; ``like`` has elements on their device."""
-    if fused(like) or compiled(like, "sparse"):
+    if fused(like, "sparse") or compiled(like, "sparse"):
         coded: Tensor = family("sparse", like).code(indices, numel)
         return coded
     return elias_fano.encode(indices, numel)
@@ -397,7 +397,7 @@ def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
         positions = sparse.places(coded, chosen, numel)
         if positions is not None:
             return positions, values
-    if chosen and fused(values) and not payload_validation.on_host(values):
+    if chosen and fused(values, "sparse") and not payload_validation.on_host(values):
         from lightning_gc.kernels.gpu import sparse as gpu
 
         elias_fano.check_count(chosen, numel)

@@ -39,7 +39,7 @@ def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
     CUDA two kernels move ``4 + 1/4`` bytes per element and 8 per selected element, and the host
     waits for the number of elements.
     """
-    if fused(buffer):
+    if fused(buffer, "tensors"):
         from lightning_gc.kernels.gpu import tensors as gpu
 
         return gpu.reaching(buffer, threshold)

@@ -24,6 +24,7 @@ from lightning_gc.compressors.base import (
     in_row,
     limits_of,
 )
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL, SizeSwitch
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, together
 from lightning_gc.core.flow import is_gathered, resume
@@ -99,6 +100,16 @@ class PerParameter(Wrapper):
 
     def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:
         return dataclasses.replace(self, levels=tuple(levels.items()), others_dense=dense)
+
+    def as_written(self) -> Compressor:
+        """Return the inner compressor for which strategies make this; see ``by_default``."""
+        written: Compressor = self
+        inner: Compressor = self
+        while isinstance(inner, Wrapper):
+            inner = inner.inner
+            if by_default(inner) == self:
+                written = inner
+        return written
 
 
 class _Plan(NamedTuple):
@@ -280,6 +291,47 @@ def layerwise(compressor: Compressor) -> Compressor:
     if compressor.traits.elementwise or isinstance(compressor, PerParameter):
         return compressor
     return PerParameter(compressor)
+
+
+def by_default(
+    compressor: Compressor, min_numel: int = MIN_NUMEL, owner: str = "by_default"
+) -> Compressor:
+    """Wrap a bare compressor so that it works per parameter and sends small tensors uncompressed.
+
+    Three kinds of compressors are not wrapped in a ``SizeSwitch`` and compress every tensor:
+    elementwise ones, those whose workers vote (``conserves`` is False), and one that the user has
+    put in a ``PerParameter``. A ``SizeSwitch`` of the user's keeps its own limits.
+
+    Args:
+        compressor: bare, or in the user's wrappers.
+        min_numel: tensors with fewer elements, and 1-D tensors, are sent uncompressed. 0 compresses
+            every tensor, also 1-D ones.
+        owner: the class or function with this argument, for error messages.
+
+    Raises:
+        ValueError: ``min_numel`` is not a number of elements, or is changed where it has no effect.
+    """
+    if type(min_numel) is not int or min_numel < 0:
+        raise ValueError(
+            f"{owner}(min_numel={min_numel!r}): give the number of elements from which on a tensor "
+            f"is compressed; use {MIN_NUMEL}, or 0 for every tensor."
+        )
+    traits, changed = compressor.traits, min_numel != MIN_NUMEL
+    if isinstance(compressor, PerParameter | SizeSwitch):
+        if changed:
+            raise ValueError(
+                f"{owner}(min_numel={min_numel}): {compressor} says itself which tensors are "
+                f"compressed; leave min_numel out, or give the compressor without its wrapper."
+            )
+        return layerwise(compressor)
+    if traits.elementwise or not traits.conserves:
+        if changed and min_numel:
+            raise ValueError(
+                f"{owner}(min_numel={min_numel}): {compressor} compresses every tensor; leave "
+                f"min_numel out, or give SizeSwitch({compressor}, min_numel={min_numel})."
+            )
+        return layerwise(compressor)
+    return PerParameter(SizeSwitch(compressor, min_numel) if min_numel else compressor)
 
 
 @dataclass(frozen=True, eq=False)

@@ -266,7 +266,7 @@ class JointQuantised(Codec):
         return self.parts[0].codec.traits  # type: ignore[no-any-return]
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return absorbed(bucket, buffer, scheme) and self._in_kernels(buffer) is not None
+        return absorbed(bucket, buffer, scheme, "sparse") and self._in_kernels(buffer) is not None
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         kernels = self._in_kernels(buffer)

@@ -49,7 +49,7 @@ class SizeSwitch(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_numel < 0 or self.min_dims < 0:
-            raise ValueError(f"{self!r}: limits must be at least 0; 0 turns a limit off.")
+            raise ValueError(f"{self}: limits must be at least 0; 0 turns a limit off.")
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         inner = self.for_shape(bucket.shape)  # the shape is the same on all workers

@@ -92,5 +92,5 @@ def word(low, high, index):
 def end_message(flag, sent_flag, padding, length):
     """Write the guard's flag and zeros behind the last tensor of a message; one program does."""
     tl.store(sent_flag, tl.load(flag))
-    at = tl.arange(0, 8)
-    tl.store(padding + at, tl.zeros([8], tl.uint8), mask=at < length)
+    at = tl.arange(0, 16)  # core.message.ALIGNMENT
+    tl.store(padding + at, tl.zeros([16], tl.uint8), mask=at < length)

@@ -22,7 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gc.core import elias_fano
-from lightning_gc.core.message import Message, Packed, evenly, packed, reserve, storage_of
+from lightning_gc.core.message import (
+    ALIGNMENT,
+    Message,
+    Packed,
+    evenly,
+    packed,
+    reserve,
+    storage_of,
+)
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.casts import from_half, to_half
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
@@ -814,7 +822,7 @@ class _Work:
         adds = pending is not None and pending.grad is not None
         self.sampled = selection.rule == "sampled"
         self.guarded, self.add, self.keep = pending is not None, adds, adds or pending is None
-        sizes = [2]  # the number of elements in all, and the flag
+        sizes = [ALIGNMENT // 4]  # a message: the number of elements in all, and the flag
         if selection.rule in ("sampled", "reaching"):
             sizes += [self.parts]
         if selection.rule in ("sampled", "largest"):
@@ -836,7 +844,7 @@ class _Work:
             self.flag, self.peaks = pending.flag, pending.peaks
             flag = [(torch.float32, 1)] if pending.flagged else []
             self.announced = packed(self.head.view(torch.uint8), [(torch.int32, 1), *flag])
-        self.sent_flag = self.head[1:].view(torch.float32)
+        self.sent_flag = self.head[1:2].view(torch.float32)
 
     @property
     def addition(self) -> tuple[Tensor, Tensor, float, float, Tensor]:

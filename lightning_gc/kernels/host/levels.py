@@ -20,7 +20,15 @@ from lightning_gc.kernels.host.segments import (
     poison,
     weights,
 )
-from lightning_gc.kernels.host.tensors import copysign, floor, jit, magnitude, multiply_add, times
+from lightning_gc.kernels.host.tensors import (
+    copy,
+    copysign,
+    floor,
+    jit,
+    magnitude,
+    multiply_add,
+    times,
+)
 
 _NONE = np.zeros(1, np.bool_)
 CHUNK = 2048  # elements whose codes and random numbers lie in the first cache
@@ -262,7 +270,7 @@ def _sfc64(state, words):
         b = c + (c << np.uint64(3))
         c = ((c << np.uint64(24)) | (c >> np.uint64(40))) + word
         words[i] = word
-    state[:] = a, b, c, count
+    state[0], state[1], state[2], state[3] = a, b, c, count
 
 
 @jit
@@ -287,7 +295,7 @@ def _round(x, noise, codes, norm, s):
 def pack_codes(codes, size, bits, packed):
     """Pack the first ``size`` codes; up to seven behind them are overwritten."""
     if bits == 8:
-        packed[:] = codes[:size]
+        copy(codes[:size], packed)
     elif bits == 4:
         codes[size : size + size % 2] = 0
         _pack_pairs(codes, packed)
@@ -347,7 +355,7 @@ def _highest(packed, bits, codes, numel):
 def unpack_codes(packed, bits, codes):
     """Write the codes in ``packed`` to the first of ``codes``, and up to seven more."""
     if bits == 8:
-        codes[: packed.size] = packed
+        copy(packed, codes)
     elif bits == 4:
         _unpack_pairs(packed, codes)
     else:

@@ -40,7 +40,9 @@ def _orthonormal(columns, bases, places, side):
                 basis[j] = np.float32(0)
                 basis[j, _least_spanned(basis, j)] = np.float32(1)
                 after = _remove(basis, j)
-            basis[j] /= np.sqrt(after)
+            length = np.sqrt(after)
+            for i in range(basis.shape[1]):
+                basis[j, i] /= length
 
 
 @jit
@@ -186,12 +188,20 @@ def _apply(buffer, out, p, q, before, kept, places):
         right = q[q_at : q_at + m * rank].reshape(rank, m)
         good, highest = _looked_at(right)
         basis = before[q_at : q_at + m * rank].reshape(rank, m)
-        kept[q_at : q_at + m * rank].reshape(m, rank)[:] = (right if good else basis).T
+        columns = kept[q_at : q_at + m * rank].reshape(m, rank)
+        _turn(right if good else basis, columns)
         # The factors, which are small, show whether the product can have overflowed.
         sound = highest * _looked_at(left)[1] * np.float32(rank) < np.inf
         x = buffer[start : start + n * m].reshape(n, m)
         product = out[start : start + n * m].reshape(n, m)
         _combine(left, right, x, product, sound)
+
+
+@jit
+def _turn(rows, columns):
+    for c in range(rows.shape[0]):
+        for i in range(rows.shape[1]):
+            columns[i, c] = rows[c, i]
 
 
 @jit

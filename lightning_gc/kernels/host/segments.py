@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from lightning_gc.core.segments import Pending, Segments
-from lightning_gc.kernels.host.tensors import jit, multiply_add
+from lightning_gc.kernels.host.tensors import copy, jit, multiply_add
 
 CHUNK = 1024
 """Elements whose intermediate numbers lie in the first cache."""
@@ -97,7 +97,7 @@ def _take(buffer, grad, peaks, table, taken, decay, gain, add):
             sent[:] = 0
             clean(mine)
         else:
-            sent[:] = mine
+            copy(mine, sent)
             mine[:] = 0
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.core import elias_fano
-from lightning_gc.kernels.host.tensors import jit
+from lightning_gc.kernels.host.tensors import copy, jit
 from lightning_gc.kernels.sparse import CORRECTIONS, FACTOR, Row, Selection
 
 CHUNK = 1024
@@ -122,7 +122,7 @@ def _with_room(found, count, more):
     if found.size >= count + more:
         return found
     larger = np.empty(2 * (count + more), np.int64)
-    larger[:count] = found[:count]
+    copy(found[:count], larger)
     return larger
 
 
@@ -183,7 +183,7 @@ def _with_zeros(bits, start, found, count, total, k):
         count += 1
         at += 1
     rest = others[i:]
-    found[count : count + rest.size] = rest
+    copy(rest, found[count:])
     return count + rest.size
 
 

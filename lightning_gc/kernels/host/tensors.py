@@ -53,6 +53,16 @@ def times(value, constant):
     return np.uint32(np.uint64(value) * np.uint64(constant) & np.uint64(0xFFFFFFFF))
 
 
+@jit
+def copy(source, into):
+    """Copy ``source`` to the first elements of ``into``.
+
+    Assigning an array to a slice would take 2 s longer to compile, for an error's text.
+    """
+    for i in range(source.size):
+        into[i] = source[i]
+
+
 def round_to_bfloat16(buffer: Tensor) -> Tensor:
     """Return ``buffer`` as bfloat16, ``(numel,)``, and leave the rounding error in ``buffer``."""
     rounded = torch.empty(buffer.shape, dtype=torch.bfloat16, device=buffer.device)

@@ -10,12 +10,13 @@ import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from lightning_gc.control.probes import StepClock
 from lightning_gc.controllers import Decision
+from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.engine import Engine
 from lightning_gc.flavours import EitherLightning, package_of
 from lightning_gc.lightning.monitor.dashboard import (
@@ -24,7 +25,6 @@ from lightning_gc.lightning.monitor.dashboard import (
     Dashboard,
     configuration,
     is_tensorboard,
-    short,
 )
 from lightning_gc.lightning.monitor.totals import (
     Sums,
@@ -39,7 +39,23 @@ from lightning_gc.transports.accounting import Recorder
 _log = logging.getLogger(__name__)
 
 
-class Monitor(EitherLightning):
+class _OfMonitors(CheckedCalls):
+    """Metaclass of the monitor."""
+
+    @property
+    def state_key(cls) -> str:  # noqa: N805 - of a metaclass
+        """Refuse the class where a Trainer asks a callback for its key, as it does when made."""
+        raise ClassGivenError(
+            f"Trainer(callbacks=[{cls.__name__}]): that is a class; give an instance of it, "
+            f"{cls.__name__}()."
+        )
+
+
+class ClassGivenError(ValueError, AttributeError):
+    """A class was given instead of an instance. Tools that list attributes pass over this error."""
+
+
+class Monitor(EitherLightning, metaclass=_OfMonitors):
     """Logs bytes, errors, levels and seconds of compression, per logging step and per epoch.
 
     At each logging step it logs figures of worker 0 and that step, under ``compression/``:
@@ -65,7 +81,8 @@ class Monitor(EitherLightning):
     | ``total_wire_bytes``, ``total_dense_bytes``, ``total_encoded_bytes`` | bytes | so far |
     | ``total_ratio``, ``total_encoding_ratio`` | 1 | so far |
 
-    Phases overlap with the backward pass, so their seconds and shares do not add up to a step.
+    Phases overlap with the backward pass, so their seconds and shares do not add up to a step, but
+    never to more. The first exchanges of a fit are not timed: they set up kernels and buffers.
     Norms, and seconds on CUDA, are measured in logging steps only.
 
     At the end of each epoch it logs the same under ``compression_epoch/``, as means over steps and
@@ -88,9 +105,10 @@ class Monitor(EitherLightning):
     | simulated workers | ``communication_seconds_estimated`` | by the ``NetworkModel`` |
     | simulated workers | ``compute_seconds``, ``compute_share`` | forward and backward passes |
 
-    Local steps: bytes and ``ratio`` count all steps. An exchange is logged at the end of the first
-    round that contains a logging step. FSDP over all ranks: ``dense_bytes`` count a reduce-scatter,
-    half of DDP's bytes, and every exchanged micro-batch counts as a step. With ``weights`` both
+    Local steps: bytes, ``ratio`` and seconds count all steps. An exchange is logged at the end of
+    the first round that contains a logging step. FSDP over all ranks: ``dense_bytes`` count a
+    reduce-scatter, half of DDP's bytes, and every exchanged micro-batch counts as a step. With
+    ``weights`` both
     ``wire_bytes`` and ``dense_bytes`` count all-gathers too, also during validation.
 
     TensorBoard gets three pages, each without touching what the user writes there:
@@ -109,7 +127,7 @@ class Monitor(EitherLightning):
     compared with plain DDP's, its shares of a step, and where the figures are.
 
     Raises:
-        ValueError: at fit start, when the strategy does not compress.
+        ValueError: two monitors in one Trainer; at fit start, when the strategy does not compress.
 
     Warns:
         UserWarning: on worker 0, no logger; after the first epoch, a method that sends more than
@@ -120,8 +138,13 @@ class Monitor(EitherLightning):
         >>> monitor = CompressionMonitor()
     """
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "every": "; Trainer(log_every_n_steps=...) says how often it logs"
+    }
+
     def __init__(self) -> None:
         super().__init__()
+        self._joined = False
         self._sums = [Sums()]  # one per worker of this process
         self._rounds = 0
         self._index = 0
@@ -131,8 +154,21 @@ class Monitor(EitherLightning):
         self._clock = StepClock()
         self._dashboard = Dashboard()
 
+    @property
+    def state_key(self) -> str:
+        """The name in checkpoints; until ``setup`` has refused a second monitor, a unique one."""
+        # Trainers refuse callbacks with equal keys when they are made, in words of their own.
+        name = type(self).__qualname__
+        return name if self._joined else f"{name} {id(self)}"
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Start at zero with a new trainer; what a checkpoint holds is loaded after this."""
+        self._joined = True
+        if sum(isinstance(each, Monitor) for each in trainer.callbacks) > 1:
+            raise ValueError(
+                "Trainer(callbacks=...) has two CompressionMonitors, but one watches all workers "
+                "and writes to every logger; give one."
+            )
         if stage == "fit" and trainer.global_step == 0:
             self._sums, self._judged = [Sums()], False
 
@@ -186,12 +222,14 @@ class Monitor(EitherLightning):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop the clock: validation does not count as part of a step."""
+        if not fitting(trainer):
+            return
         self._clock.pause(trainer.fit_loop.epoch_loop._batches_that_stepped)
         self._dashboard.see(trainer.logged_metrics)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Show the losses of the validation."""
-        if not trainer.sanity_checking:
+        if fitting(trainer) and not trainer.sanity_checking:
             self._dashboard.see(trainer.logged_metrics, validating=True)
             self._dashboard.score("validation", self._index)
 
@@ -204,6 +242,8 @@ class Monitor(EitherLightning):
             return  # an accumulating micro-batch
         self._rounds = engine.step
         logs = engine.statistics.norms_wanted and self._index != self._logged
+        if self._sums[0].starting:
+            self._clock.forget()
         if logs:
             self._take_time()
         step, *_ = [sums.take() for sums in self._sums]  # worker 0's is shown
@@ -264,6 +304,8 @@ class Monitor(EitherLightning):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave a summary of the run so far."""
+        if not fitting(trainer):
+            return
         # A full disk or a lost GPU may be the exception. Failing here would hide it.
         with contextlib.suppress(OSError, RuntimeError):
             self._describe(trainer, f"stopped by {type(exception).__name__}")
@@ -271,7 +313,7 @@ class Monitor(EitherLightning):
     def _line(self, trainer: Any) -> str:
         """Return what worker 0 has sent so far and what it cost."""
         total, strategy = self._sums[0].total, trainer.strategy
-        engine, method = strategy.engine, short(strategy.compressor)
+        engine, method = strategy.engine, str(strategy.compressor)
         if strategy.control_loop is not None:
             method += f" with {type(strategy.controller).__name__}"
         if engine.tally.local_steps:
@@ -351,6 +393,11 @@ class Monitor(EitherLightning):
         self._dashboard.wrote(figures)
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=step)
+
+
+def fitting(trainer: Any) -> bool:
+    """Return whether ``fit`` is running: validation is also an entrance of its own."""
+    return bool(trainer.state.fn == "fit")
 
 
 def grand_totals(total: Totals) -> dict[str, float]:

@@ -10,9 +10,8 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Decision
-from lightning_gc.engine.compatibility import by_default
+from lightning_gc.core.settings import short
 
 PREFIX = "compression/"
 EPOCH = "compression_epoch/"
@@ -325,47 +324,3 @@ def hparams_of(trainer: Any) -> dict[str, Any]:
                 found |= owner.hparams_initial
     found.pop("_class_path", None)  # LightningCLI's own
     return found
-
-
-def short(value: Any) -> str:
-    """Return an instance as one would write it: without wrappers and settings that are default.
-
-    Example:
-        >>> from lightning_gc import QSGD, PerParameter, Quantised, SizeSwitch, TopK
-        >>> short(PerParameter(SizeSwitch(TopK(0.05)))), short(PerParameter(TopK(0.05)))
-        ('TopK(0.05)', 'PerParameter(TopK(0.05))')
-        >>> short(Quantised(TopK(0.05, selection="sampled"), QSGD(4)))
-        "Quantised(TopK(0.05, selection='sampled'), QSGD(4))"
-    """
-    knob = None
-    if isinstance(value, Compressor):
-        value, knob = _bare(value), value.knob and value.knob.field
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    fields = [field for field in dataclasses.fields(value) if field.init]
-    words, in_order = [], True
-    for field in fields:
-        own = getattr(value, field.name)
-        parts = dataclasses.is_dataclass(own)
-        if not parts and field.name != knob and own == _default(field):
-            in_order = False
-            continue
-        in_order = in_order and (parts or field.name == knob or len(fields) == 1)
-        words.append(short(own) if in_order else f"{field.name}={short(own)}")
-    return f"{type(value).__name__}({', '.join(words)})"
-
-
-def _bare(compressor: Compressor) -> Compressor:
-    """Return what a user would have given for this, without the wrappers that are added to it."""
-    bare = inner = compressor
-    while hasattr(inner, "inner"):
-        inner = inner.inner
-        if by_default(inner) == compressor:
-            bare = inner
-    return bare
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default

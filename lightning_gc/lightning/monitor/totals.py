@@ -100,6 +100,13 @@ class Totals:
         return figures | shares(figures)
 
 
+START_UP = 2
+"""Steps of a fit whose exchanges are not timed, and at least its first exchange.
+
+They compile kernels and allocate buffers. DDP arranges its buckets anew after the first one.
+"""
+
+
 class Sums:
     """One worker's totals of the fit, from ``total`` on, and of the current epoch."""
 
@@ -115,6 +122,7 @@ class Sums:
         self.epoch = Totals()
         self._began = False
         self._shown = Totals()  # what has been added of a step that ``take`` has not returned
+        self._taken = 0.0  # steps of this fit that ``take`` has returned
         self._parts = Parts()
 
     def begin(self, engine: Engine, recording: Recorder, parts: Parts) -> None:
@@ -122,13 +130,19 @@ class Sums:
         self._began, self._parts = True, parts
         self._engine, self._recording = engine, recording
         self._tally, self._step = replace(engine.tally), engine.step
-        self._shown = Totals()
+        self._shown, self._taken = Totals(), 0.0
         recording.take()
+
+    @property
+    def starting(self) -> bool:
+        """Whether the exchange of the next ``take`` is part of the start-up."""
+        return self._taken < START_UP
 
     def take(self) -> Totals:
         """Add the last step to both totals and return it, with what ``own_state`` has added."""
         self._add()
         step, self._shown = self._shown, Totals()
+        self._taken += step.steps
         return step
 
     def _add(self) -> None:
@@ -151,8 +165,8 @@ class Sums:
             node_bytes=account.node_bytes,
         )
         self._tally = replace(now)
-        if any(account.seconds.values()):
-            step.timed_steps = 1 - shown.timed_steps
+        if any(account.seconds.values()) and not self.starting:
+            step.timed_steps = shown.steps + step.steps - shown.timed_steps
             for phase, spent in account.seconds.items():
                 setattr(step, f"{phase}_seconds", spent)
         if engine.statistics.norms_wanted and engine.step > self._step:
@@ -250,7 +264,8 @@ def _times(saved: float) -> str:
 def shares(figures: Mapping[str, float]) -> dict[str, float]:
     """Return each phase's share of a step by metric name, or nothing if steps were not timed.
 
-    Phases of real workers overlap, so their shares do not add up to 1.
+    Phases of real workers overlap with computation, so their shares add up to less than 1. A
+    worker's phases follow one another, so a step takes no less time than their sum.
 
     Args:
         figures: ``Totals.averages()``, seconds by metric name.
@@ -263,6 +278,7 @@ def shares(figures: Mapping[str, float]) -> dict[str, float]:
     if "communication_seconds_estimated" in figures:  # simulated workers overlap nothing
         spent[COMMUNICATE] = figures["communication_seconds_estimated"]
         step = sum(spent.values())
+    step = step and max(step, sum(spent.values()))
     return {f"{phase}_share": each / step for phase, each in spent.items()} if step else {}
 
 

@@ -1,5 +1,6 @@
 """SimulatedLocalSteps: W workers with local steps on one device, one after the other."""
 
+import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from lightning_gc.local_steps.refusals import (
     refuse_elastic,
     refuse_in_trainer,
     refuse_shards,
+    with_held,
 )
 from lightning_gc.local_steps.roll import Entrance, Roll, Round
 from lightning_gc.local_steps.round_plan import Outer
@@ -204,6 +206,12 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
     def _start_alike(self) -> None:
         self._replicas.share()
 
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """As for real workers; no worker keeps numbers that its optimizer had before."""
+        if self._all_rounds:
+            self._replicas.settings.forget()
+        super().load_optimizer_state_dict(checkpoint)
+
     def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:
         with self._replicas.entered(worker):
             pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
@@ -255,18 +263,20 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the last micro-batch, every worker's own step, and the exchange that is due."""
-        result, output = closure(), None
+        result, output, rates = closure(), None, []
         for worker in self._present:
             self._replicas.enter(worker)
             again = _Once(result)
-            output = self._own_step(self._all_rounds[worker], optimizer, again, *args, **kwargs)
+            with self._replicas.settings.own(worker):
+                output = self._own_step(self._all_rounds[worker], optimizer, again, *args, **kwargs)
+                rates.append(max(float(group["lr"]) for group in optimizer.param_groups))
         ends = self._ends()
         here = [self._all_rounds[worker] for worker in self._present]
         if ends or here[0].is_due:
             assert self._attached is not None
             self._attached.refuse_unsynchronised()
-        rate = max(float(group["lr"]) for group in optimizer.param_groups)
-        self._together(each.stepped(ends, rate) for each in here)
+        pairs = zip(here, rates, strict=True)
+        self._together(each.stepped(ends, rate) for each, rate in pairs)
         return output
 
     def _active_rounds(self) -> LocalRounds:
@@ -540,9 +550,8 @@ class Replicas:
     """Gives a module and its optimizers the tensors of one worker at a time.
 
     The module's tensors are pointed at the worker's own; nothing is copied. Costs W times weights,
-    gradients and optimizer state. What optimizers keep in their parameter groups, such as a
-    learning rate, is common to all workers. If a worker registers or resizes a buffer, the next
-    one gets a copy. They share what else the module knows of it.
+    gradients and optimizer state, of optimizers that others hold too. If a worker registers or
+    resizes a buffer, the next one gets a copy. They share what else the module knows of it.
 
     Args:
         module: its weights and buffers are what all workers start with.
@@ -551,6 +560,7 @@ class Replicas:
 
     Attributes:
         present: the worker whose weights the module has.
+        settings: of the optimizers, such as learning rates.
     """
 
     def __init__(
@@ -561,7 +571,8 @@ class Replicas:
     ) -> None:
         self._module = module
         self._params = list(module.parameters())
-        self._optimizers = optimizers
+        self._optimizers = lambda: [p for each in optimizers() for p in with_held(each)]
+        self.settings = OwnSettings(workers, self._optimizers)
         here = {name: each.data for name, each in self._tensors().items()}
         others = ({n: each.clone() for n, each in here.items()} for _ in range(1, workers))
         self._own = [here, *others]
@@ -590,11 +601,12 @@ class Replicas:
 
     @contextmanager
     def entered(self, worker: int) -> Iterator[None]:
-        """Enter a worker, and at the end the one before."""
+        """Enter a worker, and at the end the one before; settings that change are its own."""
         before = self.present
         self.enter(worker)
         try:
-            yield
+            with self.settings.own(worker):
+                yield
         finally:
             self.enter(before)
 
@@ -612,3 +624,108 @@ class Replicas:
     def forget_gradients(self) -> None:
         """Set the gradients of all workers that are not present to None."""
         self._grads = [[None] * len(self._params) for _ in self._own]
+
+
+class OwnSettings:
+    """Lets each worker's optimizers adapt their settings, in their groups or as attributes.
+
+    Settings are numbers, texts, tensors and lists of numbers that groups have besides parameters,
+    or optimizers as attributes. One that changes in a worker's step is that worker's from then on,
+    such as Prodigy's ``d``. One that changes between steps, as a scheduler sets a learning rate, is
+    common to all. Outside of steps optimizers have worker 0's.
+
+    Args:
+        workers: W.
+        optimizers: returns them, with those that they hold.
+    """
+
+    def __init__(
+        self, workers: int, optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
+    ) -> None:
+        self._optimizers, self._workers = optimizers, workers
+        self._present = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Let all workers have the settings that the optimizers have next."""
+        self._common: dict[tuple[int, str], Any] = {}
+        self._own: list[dict[tuple[int, str], Any]] = [{} for _ in range(self._workers)]
+
+    @contextmanager
+    def own(self, worker: int) -> Iterator[None]:
+        """Give the optimizers a worker's settings; those that change within this are its own.
+
+        Raises:
+            RuntimeError: a setting that optimizers adapt has been changed between steps.
+        """
+        changed = self._changes()
+        adapted = next((key for key in changed if any(key in own for own in self._own)), None)
+        if adapted is not None:
+            raise RuntimeError(
+                f"SimulatedLocalStepsStrategy: the optimizer adapts {adapted[1]!r} in its steps, "
+                f"and a scheduler or callback changes it between them, which each worker would do "
+                f"to its own. Use LocalStepsStrategy with processes, or do one of both."
+            )
+        self._common |= changed
+        before = self._present
+        self._put(worker)
+        try:
+            yield
+        finally:
+            self._own[worker] |= self._changes()
+            self._put(before)
+
+    def _changes(self) -> dict[tuple[int, str], Any]:
+        """Return copies of the settings that are not those of the worker that is present."""
+        known = self._common | self._own[self._present]
+        return {
+            (place, name): _copy(value)
+            for place, each in enumerate(self._settings())
+            for name, value in each.items()
+            if _is_setting(name, value) and _differ(value, known.get((place, name)))
+        }
+
+    def _put(self, worker: int) -> None:
+        self._present = worker
+        if any(self._own):
+            settings = self._settings()
+            for (place, name), value in (self._common | self._own[worker]).items():
+                if _differ(settings[place].get(name), value):
+                    _set(settings[place], name, value)
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Return what optimizers keep their settings in: groups, each once, and attributes."""
+        parts = self._optimizers()
+        groups = {id(group): group for part in parts for group in part.param_groups}
+        return [*groups.values(), *(vars(part) for part in parts)]
+
+
+_NUMBERS = (bool, int, float, complex, str, type(None))
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return name != "params" and all(isinstance(each, _NUMBERS) for each in value)
+    return isinstance(value, (*_NUMBERS, Tensor))
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Return whether two settings differ; NaN equals NaN."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape != other.shape or not torch.equal(one, other)
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return True
+    return bool(one != other) and not (one != one and other != other)
+
+
+def _set(settings: dict[str, Any], name: str, value: Any) -> None:
+    """Set a setting; a tensor in place, since others may hold it."""
+    now = settings.get(name)
+    if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape:
+        now.detach().copy_(value)
+    else:
+        settings[name] = _copy(value)

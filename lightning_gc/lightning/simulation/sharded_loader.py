@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,7 @@ def deal(loader: Any, workers: int, trainer: Any, flavour: Any) -> Any:
     """
     if not trainer._accelerator_connector.use_distributed_sampler or not is_dealable(loader):
         return loader
+    _warn_of_repeated(loader, workers)
     given: Any = loader.sampler
     if not isinstance(given, RandomSampler | SequentialSampler):
         given = Replayed(given, workers)
@@ -111,6 +113,17 @@ def deal(loader: Any, workers: int, trainer: Any, flavour: Any) -> Any:
         flavour._seed_workers(loaders[-1], worker)
     stateful = all(hasattr(each, "state_dict") for each in loaders)
     return StatefulDealt(loaders) if stateful else Dealt(loaders)
+
+
+def _warn_of_repeated(loader: Any, workers: int) -> None:
+    samples = len(loader.sampler)
+    if 0 < samples < workers:
+        warnings.warn(
+            f"{workers} workers share {samples} samples of an epoch. As with processes, "
+            f"{workers - samples} of them repeat another worker's sample, so a step sees the data "
+            f"of {samples} workers. Use workers={samples} or fewer, or more data.",
+            stacklevel=2,
+        )
 
 
 def is_dealable(loader: Any) -> bool:

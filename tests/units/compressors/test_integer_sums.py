@@ -216,8 +216,8 @@ def test_bytes_are_those_of_the_two_widths(compressor: Compressor, workers: int)
     wide = math.ceil(math.log2(2 * (2 ** (bits - 1) - 1) * workers + 1))
     size = math.ceil(numel / workers)
     wanted = (workers - 1) * (packed_bytes(size, bits) + packed_bytes(size, wide) + 8)
-    for found in result.wire_bytes:  # each message is filled up to 8 bytes, and has a guard's flag
-        assert wanted <= found <= wanted + 3 * 8 * (workers - 1)
+    for found in result.wire_bytes:  # each message is filled up to 16 bytes, and has a guard's flag
+        assert wanted <= found <= wanted + 3 * 16 * (workers - 1)
 
 
 class Damaging(Simulated):

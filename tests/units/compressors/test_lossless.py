@@ -65,6 +65,66 @@ def test_each_bit_arrives(kind: str, dtype: torch.dtype) -> None:
     assert (read(payload, x.numel()) == bits(x)).all()
 
 
+def patterns(dtype: torch.dtype) -> Tensor:
+    """Return all patterns of 16 bits; of float32 the edges of each exponent, and random ones."""
+    if dtype.itemsize == 2:
+        return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    ones = [0, *(1 << i for i in range(23))]  # with bit 22 a NaN is quiet
+    mantissas = torch.tensor([*ones, *(2**23 - 1 - i for i in ones), 0x3FFFFF, 0x400001])
+    edges = torch.arange(512)[:, None] << 23 | mantissas  # sign and exponent
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.randint(2**32, (300_000,), generator=draw)
+    nans = torch.randint(2**23, (100_000,), generator=draw) | 0xFF << 23
+    signs = torch.randint(2, (100_000,), generator=draw) << 31
+    return torch.cat([edges.flatten(), numbers, nans | signs]).to(torch.int32).view(dtype)
+
+
+def differing(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return where bits differ, ``(numel,)``."""
+    kind = torch.int16 if ours.dtype.itemsize == 2 else torch.int32
+    return ours.view(kind) != theirs.view(kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_pattern_is_in_the_message(dtype: torch.dtype) -> None:
+    x = patterns(dtype).float()
+    sent, out = x.clone(), torch.full_like(x, 7.0)
+    bucket = cases.bucket_of(x)
+    payload = Lossless().encode(sent, bucket)
+    Lossless().receive_all([payload], out, bucket)
+    assert not differing(out, x).any()
+    assert differing(out, x * 1.0).any() == (dtype != torch.float16)  # signalling NaNs are in it
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_worker_gets_every_pattern_back_but_nan_in_16_bits(dtype: torch.dtype) -> None:
+    x = patterns(dtype)
+    mean = Lockstep(1, Lossless()).step([{"w": x}]).mean["w"]
+    changed = differing(mean, x)
+    assert mean.dtype == dtype
+    assert changed.any() == (dtype != torch.float32)
+    assert not (changed & ~x.isnan()).any()
+    assert torch.equal(mean.isnan(), x.isnan())
+
+
+@pytest.mark.parametrize("scheme", [AllGather(), TwoShot()], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_workers_get_the_mean_of_every_pattern(dtype: torch.dtype, scheme: Scheme) -> None:
+    """As the dtype rounds it, which is what ``Identity()`` sends; 0 is 0 in ``TwoShot``."""
+    x = patterns(dtype)
+    draw = torch.Generator().manual_seed(1)
+    for other in (x, x.flip(0), x[torch.randperm(x.numel(), generator=draw)]):
+        gradients = [{"w": x.clone()}, {"w": other.clone()}]
+        ours = Lockstep(2, Lossless(), scheme=scheme).step(gradients).mean["w"]
+        mean = ((x * 0.5).float() + (other * 0.5).float()).to(dtype)
+        dense = Lockstep(2, Identity()).step(gradients).mean["w"]
+        assert torch.equal(ours.nan_to_num(), dense.nan_to_num())
+        assert torch.equal(ours.isnan(), mean.isnan())
+        zero = (mean == 0) & isinstance(scheme, TwoShot)
+        assert not (differing(ours, mean) & ~mean.isnan() & ~zero).any()
+        assert not differing(ours, torch.zeros_like(ours))[zero].any()
+
+
 def test_zeros_take_a_bit() -> None:
     x = torch.zeros(80_000)
     x[::100] = torch.randn(800, generator=torch.Generator().manual_seed(0))

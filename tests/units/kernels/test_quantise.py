@@ -34,7 +34,7 @@ def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
         norms = norms_of(x, size)
         noise = torch.rand(norms.numel() * size, generator=torch.Generator().manual_seed(i))
         ours, theirs = here(x), x.clone()
-        assert fused(ours)
+        assert fused(ours, "levels")
         packed = quantise.quantise(ours, here(norms), size, bits, here(noise))
         wanted = quantise.quantise_reference(theirs, norms, size, bits, noise)
         assert same(packed, wanted)

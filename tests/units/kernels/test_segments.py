@@ -36,7 +36,7 @@ def per_parameter(x: Tensor, segments: Segments) -> Tensor:
 def test_peaks(lengths: list[int]) -> None:
     segments = layout(lengths)
     for name, x in tensors(sum(lengths)).items():
-        assert fused(here(x))
+        assert fused(here(x), "segments")
         assert same(peaks(here(x), segments), per_parameter(x, segments)), name
 
 

@@ -16,7 +16,7 @@ KERNELS = [
     ("quantise", "levels", "round_and_pack"),
     ("dequantise", "levels", "unpack_and_add"),
     *(("levels", "levels", kernel) for kernel in ("raise_peaks", "round_tiles", "average_tiles")),
-    ("block shards", "segments", "book_pieces"),  # the first of three families
+    ("block shards", "segments", "book_pieces"),  # of blocks, the first of three families
     *(
         ("segments", "segments", kernel)
         for kernel in (
@@ -42,12 +42,15 @@ KERNELS = [
 ]
 
 
+FAMILIES = sorted({family for _, family, _ in KERNELS})
+
+
 def module(name: str) -> Any:
     return importlib.import_module(f"lightning_gc.kernels.gpu.{name}")
 
 
-def self_test(device: torch.device) -> None:
-    importlib.import_module("lightning_gc.kernels.gpu").self_test(device)
+def self_test(family: str) -> None:
+    importlib.import_module("lightning_gc.kernels.gpu").self_test(family, torch.device(DEVICE))
 
 
 class DoesNothing:
@@ -62,8 +65,9 @@ class DoesNotCompile:
         raise TypeError("unsupported on this architecture")
 
 
-def test_all_are_right() -> None:
-    self_test(torch.device(DEVICE))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_are_right(family: str) -> None:
+    self_test(family)
 
 
 def test_all_are_right_if_torch_multiplies_matrices_roughly(
@@ -78,7 +82,7 @@ def test_all_are_right_if_torch_multiplies_matrices_roughly(
         return exact(a.bfloat16().float(), b.bfloat16().float())
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", roughly)
-    self_test(torch.device(DEVICE))
+    self_test("low_rank")
 
 
 @pytest.mark.parametrize(("operation", "family", "kernel"), KERNELS)
@@ -90,5 +94,5 @@ def test_one_that_fails_is_found(
     monkeypatch.setattr(torch, "empty", torch.zeros)
     monkeypatch.setattr(module(family), kernel, fails())
     with pytest.raises(RuntimeError, match=f"^{operation}: ") as found:
-        self_test(torch.device(DEVICE))
+        self_test("blocks" if kernel == "book_pieces" else family)
     assert ("unsupported" in str(found.value)) == (fails is DoesNotCompile)

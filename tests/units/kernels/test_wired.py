@@ -54,8 +54,8 @@ def test_qsgd_loses_nothing(codec: QSGD) -> None:
 
 
 def test_where_kernels_run() -> None:
-    assert dispatch.fused(torch.ones(1, device=DEVICE))
-    assert not dispatch.fused(torch.ones(0, device=DEVICE))
-    assert not dispatch.fused(torch.ones(4, device=DEVICE, dtype=torch.float64))
-    assert not dispatch.fused(torch.ones(4, device=DEVICE)[::2])
-    assert not dispatch.fused(torch.ones(4, device="meta"))
+    assert dispatch.fused(torch.ones(1, device=DEVICE), "levels")
+    assert not dispatch.fused(torch.ones(0, device=DEVICE), "levels")
+    assert not dispatch.fused(torch.ones(4, device=DEVICE, dtype=torch.float64), "levels")
+    assert not dispatch.fused(torch.ones(4, device=DEVICE)[::2], "levels")
+    assert not dispatch.fused(torch.ones(4, device="meta"), "levels")

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gc.local_steps import snapshot
+from lightning_gc.local_steps.channel import HandshakeError, Seal
 from lightning_gc.local_steps.elastic import ElasticExchange, snapshot_and_place
-from lightning_gc.local_steps.rendezvous import Seal, host_and_port
-from lightning_gc.local_steps.snapshot import Door, Wire, from_bytes, to_bytes, visiting
+from lightning_gc.local_steps.rendezvous import host_and_port
+from lightning_gc.local_steps.snapshot import Door, from_bytes, to_bytes, visiting
 
 TREE = {
     "a": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
@@ -78,66 +77,34 @@ def door() -> Iterator[Door]:
 
 
 def test_a_visitor_with_the_secret_is_answered(door: Door) -> None:
-    there = host_and_port(door.address, "address")
-    with visiting(there, Seal("secret"), 1 << 20, 5.0) as wire:
+    with visiting(door.address, Seal("secret"), 1 << 20, 5.0) as wire:
         for number in range(3):
-            wire.send({"number": number})
-            assert wire.receive() == {"asked": {"number": number}}
+            wire.send({"number": number, "a": torch.zeros(1 << 17)})
+            assert wire.receive()["asked"]["number"] == number
 
 
 def test_a_visitor_with_another_secret_is_sent_away(door: Door) -> None:
-    there = host_and_port(door.address, "address")
-    with visiting(there, Seal("another"), 1 << 20, 5.0) as wire:
-        wire.send({"ask": "snapshot"})
+    visit = visiting(door.address, Seal("another"), 1 << 20, 5.0)
+    with pytest.raises(HandshakeError, match=r"the worker at .* has another secret"), visit:
+        pass
+
+
+def test_a_door_that_can_start_no_thread_answers_the_next_visitor(
+    door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    visit = visiting(door.address, Seal("secret"), 1 << 20, 5.0)
+    with monkeypatch.context() as patched, visit as wire:
+        patched.setattr(threading.Thread, "start", full)
+        wire.send({})
         with pytest.raises(ConnectionError):
             wire.receive()
-
-
-@contextlib.contextmanager
-def pair(most: int = 1 << 20) -> Iterator[tuple[Wire, Wire]]:
-    """Yield the two ends of a connection."""
-    one, other = socket.socketpair()
-    ends: list[Wire] = []
-    thread = threading.Thread(target=lambda: ends.append(Wire(other, Seal("s"), most, calls=False)))
-    thread.start()
-    caller = Wire(one, Seal("s"), most, calls=True)
-    thread.join()
-    with one, other:
-        yield caller, ends[0]
-
-
-def test_a_damaged_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    receive = snapshot._receive
-
-    def damaged(link: socket.socket, number: int) -> bytearray:
-        data = receive(link, number)
-        if number > 100:
-            data[50] ^= 1
-        return data
-
-    monkeypatch.setattr(snapshot, "_receive", damaged)
-    with pair() as (caller, called):
-        caller.send({"a": torch.zeros(100)})
-        with pytest.raises(ValueError, match="damaged"):
-            called.receive()
-
-
-def test_a_message_that_is_sent_again_by_a_stranger_is_refused() -> None:
-    with pair() as (caller, called):
-        caller.send({"number": 1})
-        heard = called._link.recv(4096)
-        for _ in range(2):
-            caller._link.sendall(heard)
-        assert called.receive() == {"number": 1}
-        with pytest.raises(ValueError, match="damaged"):
-            called.receive()
-
-
-def test_a_message_that_is_too_long_is_not_read() -> None:
-    with pair(most=100) as (caller, called):
-        caller.send({"a": torch.zeros(100)})
-        with pytest.raises(ValueError, match="where 100 are possible"):
-            called.receive()
+    assert "can't start new thread" in caplog.text
+    with visiting(door.address, Seal("secret"), 1 << 20, 5.0) as wire:
+        wire.send({})
+        assert wire.receive() == {"asked": {}}
 
 
 def test_no_free_port_is_named() -> None:
@@ -146,14 +113,6 @@ def test_no_free_port_is_named() -> None:
     with pytest.raises(OSError, match=r"Elastic\(ports=...\)"):
         Door("127.0.0.1", (port,), Seal(None), 100, 1.0, dict)
     first.close()
-
-
-def test_a_seal_is_for_its_place() -> None:
-    closed = Seal("secret").closed("report/0", "text").encode()
-    assert Seal("secret").opened("report/0", closed) == "text"
-    for seal, place in ((Seal("other"), "report/0"), (Seal("secret"), "report/1")):
-        with pytest.raises(ValueError, match="not signed"):
-            seal.opened(place, closed)
 
 
 @pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:70000"])

@@ -352,12 +352,12 @@ def test_predicted_seconds_are_steps_and_messages() -> None:
     ],
 )
 def test_what_workers_agree_on_is_counted(unequal: Any, outer: Any, numbers: int) -> None:
-    """One number for each of three tensors, and three more; 4 bytes each, in units of 8."""
+    """One number for each of three tensors, and three more; 4 bytes each, in units of 16."""
     plain, group = Group(None), Group(unequal, outer=outer)
     for each in (plain, group):
         each.round()
     more = group.ledger.transport.sent_bytes[0] - plain.ledger.transport.sent_bytes[0]
-    assert more == all_gather_bytes(-(-4 * numbers // 8) * 8, 3)
+    assert more == all_gather_bytes(-(-4 * numbers // 16) * 16, 3)
 
 
 def test_equal_weights_are_as_without() -> None:

@@ -1,9 +1,11 @@
 """What LocalStepsStrategy refuses when it is made, what it warns of, and its names."""
 
+import inspect
 from typing import Any
 
 import pytest
 from pytorch_lightning.strategies import StrategyRegistry
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import (
     QSGD,
@@ -16,7 +18,8 @@ from lightning_gc import (
     TopK,
 )
 from lightning_gc.controllers import TotalErrorBudget
-from lightning_gc.lightning.for_pytorch_lightning import LocalStepsStrategy
+from lightning_gc.lightning.fabric_for_pytorch_lightning import CompressedFabricStrategy
+from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy, LocalStepsStrategy
 from lightning_gc.lightning.local_steps import warn_of_few_rounds
 from lightning_gc.memories import MomentumCorrection
 
@@ -60,6 +63,21 @@ def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
         LocalStepsStrategy(**{"compressor": TopK(0.1)} | arguments)
 
 
+@pytest.mark.parametrize("name", ["broadcast_buffers", "forward_sync_buffers"])
+def test_how_ddp_shares_buffers_is_for_strategies_with_ddp(name: str) -> None:
+    """The second name is torch's from 2.13 on; an older one does not know it."""
+    given: dict[str, Any] = {name: False}
+    known = name in inspect.signature(DistributedDataParallel.__init__).parameters
+    for strategy in (CompressedDDPStrategy, CompressedFabricStrategy):
+        if known:
+            assert strategy(TopK(0.1), **given)._ddp_kwargs == given
+        else:
+            with pytest.raises(ValueError, match="unknown argument"):
+                strategy(TopK(0.1), **given)
+    with pytest.raises(ValueError, match=r"is for DistributedDataParallel|unknown argument"):
+        LocalStepsStrategy(TopK(0.1), **given)
+
+
 def test_names() -> None:
     made = {
         name: StrategyRegistry.get(name)
@@ -76,15 +94,17 @@ def test_names() -> None:
 
 def test_a_sparsifier_needs_rounds(recwarn: pytest.WarningsRecorder) -> None:
     """0.8 expected sends of an element trained, 0.2 did not; below 1 there is a warning."""
-    warn_of_few_rounds(TopK(0.01), 3200, 32)
-    warn_of_few_rounds(QSGD(4), 10, 10)
-    warn_of_few_rounds(TopK(0.01), None, 32)
+    warn_of_few_rounds("LocalStepsStrategy", TopK(0.01), 3200, 32)
+    warn_of_few_rounds("LocalStepsStrategy", QSGD(4), 10, 10)
+    warn_of_few_rounds("LocalStepsStrategy", TopK(0.01), None, 32)
     assert not recwarn
+    with pytest.warns(UserWarning, match=r"every=1000\): the run has 20 steps.*every=2, say"):
+        warn_of_few_rounds("LocalStepsStrategy", QSGD(4), 20, 1000)
     with pytest.warns(UserWarning, match=r"20 rounds.*0.01 of the elements.*0.05 or more.*every=6"):
-        warn_of_few_rounds(TopK(0.01), 640, 32)
+        warn_of_few_rounds("LocalStepsStrategy", TopK(0.01), 640, 32)
     with pytest.warns(
         UserWarning, match=r"1 round\. .* harm training\. Use a quantiser, .*, a smaller every"
     ):
-        warn_of_few_rounds(TopK(0.01), 8, 8)
+        warn_of_few_rounds("LocalStepsStrategy", TopK(0.01), 8, 8)
     with pytest.warns(UserWarning, match=r"Use .* QSGD\(4\), every=2 or less, or more steps\.$"):
-        warn_of_few_rounds(TopK(0.01), 200, 200)
+        warn_of_few_rounds("LocalStepsStrategy", TopK(0.01), 200, 200)

@@ -1,6 +1,7 @@
 """The loader of simulated workers shows what a user's own would."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -39,3 +40,13 @@ def test_what_is_a_loaders_own_is_not_shown() -> None:
     assert not hasattr(dealt, "_iterator")
     assert not hasattr(dealt, "state_dict")
     assert copy.deepcopy(dealt).batch_size == 1
+
+
+def test_more_workers_than_samples_are_said() -> None:
+    """Lightning repeats samples then, here as with processes."""
+    few: Any = common_batches(6, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(SimulatedDDPStrategy(TopK(0.1), workers=8), Plain, few)
+    (said,) = (str(each.message) for each in caught if "8 workers share" in str(each.message))
+    assert "6 samples of an epoch. As with processes, 2 of them repeat another worker's" in said

@@ -13,16 +13,19 @@ CPU = torch.device("cpu")
 
 
 def test_each_account_has_its_own_workers_bytes() -> None:
-    """To each of the two others worker 0 sends 8 bytes, worker 1 sends 16, worker 2 none."""
+    """To each of the two others worker 0 sends 8 bytes, worker 1 sends 16, worker 2 none.
+
+    With the seal, of 8 bytes, a message is a multiple of 16.
+    """
 
     def flow(numel: int) -> Flow:
         yield Exchange(tuple((torch.zeros(numel),) for _ in range(3)), (4,))
 
     ledger = Ledger(3)
     ledger.run([flow(numel) for numel in (2, 4, 0)], CPU)
-    lengths = 2 * (8 + 8)  # and seals
-    assert [page.sent_bytes - lengths for page in ledger.pages] == [16, 32, 0]
-    assert [page.take().wire_bytes - lengths for page in ledger.pages] == [16, 32, 0]
+    lengths = 2 * 8
+    assert [page.sent_bytes - lengths for page in ledger.pages] == [32, 64, 32]
+    assert [page.take().wire_bytes - lengths for page in ledger.pages] == [32, 64, 32]
     assert [page.take().wire_bytes for page in ledger.pages] == [0, 0, 0]
 
 

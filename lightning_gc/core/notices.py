@@ -1,0 +1,64 @@
+"""Say in a line what a run does or waits for, where a person looks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+_log = logging.getLogger(__name__)
+FIRST = 10.0
+"""Seconds after which a wait is said."""
+AGAIN = 30.0
+"""Seconds between the lines of one wait."""
+
+
+def say(sentence: str, *values: object) -> None:
+    """Log a line at level INFO; to stderr if the program has configured no logging.
+
+    Args:
+        sentence: with placeholders of ``logging``.
+        values: for the placeholders.
+
+    Example:
+        >>> say("Joined as worker %d.", 2)
+    """
+    if not _log.hasHandlers():
+        _log.addHandler(logging.StreamHandler())
+        _log.setLevel(logging.INFO)
+    _log.info(sentence, *values)
+
+
+@contextlib.contextmanager
+def waiting(
+    what: str | Callable[[], str], first: float = FIRST, again: float = AGAIN
+) -> Iterator[None]:
+    """Say ``what`` if the body takes longer than ``first`` seconds, and again while it lasts.
+
+    Args:
+        what: the line, or what returns it in the moment in which it is said. The seconds so far
+            are added.
+        first: seconds until the first line.
+        again: seconds between later lines.
+
+    Example:
+        >>> with waiting("Waiting for worker 1 to start"):
+        ...     pass
+    """
+    ended = threading.Event()
+
+    def speak() -> None:
+        began, limit = time.monotonic(), first
+        while not ended.wait(limit):
+            said, limit = what if isinstance(what, str) else what(), again
+            say("%s (%.0f s so far).", said, time.monotonic() - began)
+
+    thread = threading.Thread(target=speak, name="notices", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
