@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ NOT_ROLLS = {
         RollFile,
         lambda path: Rendezvous(0, roll=path),
         lambda path: Line("127.0.0.1", 1, roll=path),
-        lambda path: serve(0, None, path),
+        lambda path: serve(0, None, path, until=lambda: True),
         lambda path: Roll(A).save(path),
     ],
     ids=["RollFile", "Rendezvous", "Line", "serve", "save"],
@@ -108,7 +109,8 @@ def test_a_file_has_one_writer_until_its_process_ends(tmp_path: Path) -> None:
         holder.start()
         assert here.recv() == "written"
     before = path.read_bytes()
-    for use in (RollFile, lambda path: Rendezvous(0, roll=path), lambda p: serve(0, None, p)):
+    served = partial(serve, 0, None, until=lambda: True)
+    for use in (RollFile, partial(Rendezvous, 0, None), served):
         with pytest.raises(BusyError, match=r"is written by another rendezvous.*another file"):
             use(path)
     assert path.read_bytes() == before
