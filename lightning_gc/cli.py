@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Models and plug-ins are in the user's folder, as for `python -m`.
     sys.path.insert(0, os.getcwd())
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("Stopped. Finished work is kept. Repeat the command to resume.", file=sys.stderr)  # noqa: T201
         return INTERRUPTED
@@ -42,6 +44,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # an error of another library: show its traceback
         print(f"lightning-gc: {error}", file=sys.stderr)  # noqa: T201
         return USAGE if isinstance(error, ValueError) else FAILED
+    except BrokenPipeError:  # nobody reads on, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
+        return FAILED
+    except OSError as error:
+        print(f"lightning-gc: {error}", file=sys.stderr)  # noqa: T201
+        return FAILED
+
+
+def _folder(name: str) -> Path:
+    """Return a folder, which may be missing; argparse's error if it cannot be made."""
+    path = Path(name)
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{there} is a file; give the name of a folder")
+    return path
+
+
+def _port(text: str) -> int:
+    """Return a port; argparse's error if it is none."""
+    if not (text.isascii() and text.isdecimal()) or int(text) >= 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 65535")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         "Write report.md, report.html, plots/ and tables/ about an experiment.",
     ).add_argument
     add("--storage", required=True, help=storage)
-    add("--out", type=Path, default=Path("runs", "report"), help="folder (default: %(default)s)")
+    add("--out", type=_folder, default=Path("runs", "report"), help="folder (default: %(default)s)")
     add("--name", help="name of the experiment, if the storage holds several")
 
     add = command(
@@ -124,10 +148,15 @@ def _parser() -> argparse.ArgumentParser:
         "Serve the rendezvous of LocalStepsStrategy(elastic=Elastic('host:port')), and decide who "
         "takes part in which round. It may be stopped and started again while workers train.",
     ).add_argument
-    add("--port", type=int, default=29400, help="that it listens on (default: %(default)s)")
+    port = "that it listens on, or 0 for any (default: %(default)s)"
+    add("--port", type=_port, default=29400, help=port)
     secret = "file with the text that all workers give as Elastic(secret=...)"
     add("--secret-file", type=Path, metavar="FILE", help=secret)
-    roll = "file to which each round's members are written (default: %(default)s)"
+    roll = (
+        "file to which each round's members are written. A run of the file continues there. "
+        "Another run gets the file, and the former rounds a free name such as roll-1.jsonl "
+        "(default: %(default)s)"
+    )
     add("--roll", type=Path, default=Path("roll.jsonl"), metavar="FILE", help=roll)
     return parser
 
@@ -149,7 +178,7 @@ def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], metho
     add("--steps", type=int, default=20, help="measured steps per round (default: %(default)s)")
     add("--timeout", type=float, default=120, help="seconds of a collective (default: %(default)s)")
     add("--find-unused-parameters", action="store_true", help="set it for all methods, as for DDP")
-    add("--out", type=Path, default=Path("runs", "bench"), help="folder (default: %(default)s)")
+    add("--out", type=_folder, default=Path("runs", "bench"), help="folder (default: %(default)s)")
 
     advise = command(
         _advise,
@@ -179,7 +208,7 @@ def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], metho
     add("--predict-only", action="store_true", help="predict for these machines, without a verdict")
     add("--timeout", type=float, default=120, help="seconds of a collective (default: %(default)s)")
     add("--find-unused-parameters", action="store_true", help="set it for all methods, as for DDP")
-    add("--out", type=Path, default=Path("runs", "advice"), help="folder (default: %(default)s)")
+    add("--out", type=_folder, default=Path("runs", "advice"), help="folder (default: %(default)s)")
     group = advise.add_argument_group("without a file")
     add = group.add_argument
     add("--params", metavar="N", help="number of parameters, such as 124M or 1.1B")
@@ -311,15 +340,24 @@ def _rendezvous(options: argparse.Namespace) -> int:
 
     secret = None
     if options.secret_file is not None:
-        secret = options.secret_file.read_text().strip()
+        try:
+            secret = options.secret_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{options.secret_file} cannot be read ({error}). Make it by: openssl rand "
+                f"-base64 32 > {options.secret_file}"
+            ) from error
         if not secret:
             raise ValueError(f"{options.secret_file} is empty. Write a long random text into it.")
-    sys.stdout.write(
-        f"Rendezvous on port {options.port}, {'with' if secret else 'without'} a secret. Rounds "
-        f"are written to {options.roll}. Ctrl-C stops it.\n"
-    )
-    sys.stdout.flush()
-    serve(options.port, secret, options.roll)
+
+    def began(port: int) -> None:
+        sys.stdout.write(
+            f"Rendezvous on port {port}, {'with' if secret else 'without'} a secret. Rounds are "
+            f"written to {options.roll}. Ctrl-C stops it.\n"
+        )
+        sys.stdout.flush()
+
+    serve(options.port, secret, options.roll, began=began)
     return OK
 
 

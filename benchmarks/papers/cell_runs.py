@@ -66,8 +66,8 @@ def run(
     bar = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(elapsed_when_finished=True))
     with path.open("a") as file, Progress(*bar, console=console) as progress:
         _alone(path, file)
-        _drop_half_a_line(path)
         found = _lines(path)
+        _drop_half_a_line(path)
         kept = {key for key, row in found.items() if "failed" not in row["figures"]}
         todo = [cell for cell in in_order(before, cells) if _key(cell) not in kept]
         began = time.monotonic()
@@ -152,8 +152,10 @@ def _alone(path: Path, file: TextIO) -> None:
 def _drop_half_a_line(path: Path) -> None:
     """Remove what an interrupted run has left without a newline: its cell is run again."""
     text = path.read_bytes() if path.is_file() else b""
-    if text and not text.endswith(b"\n"):
-        os.truncate(path, text.rfind(b"\n") + 1)
+    rest = text[text.rfind(b"\n") + 1 :]
+    if rest[:8] != b'{"cell":'[: len(rest)]:
+        raise SystemExit(f"{path} does not end with half a row. Give a file of rows, or a new one.")
+    os.truncate(path, len(text) - len(rest))
 
 
 def _key(cell: Cell) -> str:

@@ -40,7 +40,12 @@ from lightning_gc.exchange.validation import check_agreement, check_controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import reshard
 from lightning_gc.local_steps import GrowingRounds, OuterSGD, RadialDirectional
-from lightning_gc.local_steps.elastic import Elastic, ElasticExchange, ElasticState
+from lightning_gc.local_steps.elastic import (
+    Elastic,
+    ElasticExchange,
+    ElasticState,
+    check_elastic,
+)
 from lightning_gc.local_steps.local_rounds import (
     MODULE,
     ROUNDS,
@@ -480,6 +485,7 @@ class LocalSteps(AttachedRounds):
         _refuse_pace(owner, unequal)
         check_island(owner, island, unequal)
         verification(verify, owner)
+        check_elastic(elastic, owner)
         if elastic is not None:
             parts_of = (controller, configuration, verify, outer, unequal)
             refuse_elastic(owner, elastic, plan, *parts_of)

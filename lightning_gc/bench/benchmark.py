@@ -113,10 +113,12 @@ def bench(options: argparse.Namespace) -> None:
     """
     worker = preparation.WorkerRank.from_environment("bench")
     for name, least in (("rounds", 1), ("steps", 2), ("timeout", 1)):
-        if getattr(options, name) < least:
+        if not getattr(options, name) >= least:  # NaN is not, either
             value = getattr(options, name)
             raise ValueError(f"--{name} {value:g}: must be at least {least}.")
     sections = read(options.config, needed=("model",))
+    if worker.rank == 0:
+        _refuse_other_files(options.out, options.config)
     say = preparation.print_line if worker.rank == 0 else lambda text: None
     quiet_libraries()
     setup, device = preparation.prepare(
@@ -220,6 +222,21 @@ ring all-reduce. Both are without the network's headers. The loss is the mean ov
 last quarter of a round's steps, each method from the same weights."""
 
 
+def _files(folder: Path, config: Path) -> tuple[Path, Path]:
+    return folder / f"{config.stem}.md", folder / f"{config.stem}.json"
+
+
+def _refuse_other_files(folder: Path, config: Path) -> None:
+    """Raise ValueError if a file that is not of an earlier measurement would be overwritten."""
+    beginnings = f"# {config.stem}, ", '{\n "date": '
+    for path, beginning in zip(_files(folder, config), beginnings, strict=True):
+        ours = path.is_file() and path.read_bytes().startswith(beginning.encode())
+        if path.exists() and not ours:
+            raise ValueError(
+                f"{path} is not of lightning-gc bench and would be overwritten. Give another --out."
+            )
+
+
 def write(
     folder: Path, config: Path, setup: BenchSetup, rounds: int, rows: Rows
 ) -> tuple[Path, Path]:
@@ -232,7 +249,7 @@ def write(
     facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
     table = markdown(COLUMNS, cells(rows))
     text = f"# {config.stem}, {about['date']}\n\n{verdict(rows)}\n\n{table}\n{facts}\n\n"
-    page, data = folder / f"{config.stem}.md", folder / f"{config.stem}.json"
+    page, data = _files(folder, config)
     page.write_text(text + "\n\n".join(notes) + "\n", encoding="utf-8")
     data.write_text(json.dumps({**about, "rows": _finite(rows)}, indent=1) + "\n")
     return page, data

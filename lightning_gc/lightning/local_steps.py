@@ -41,7 +41,7 @@ from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wra
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
 from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD, Unequal
-from lightning_gc.local_steps.elastic import Elastic, ElasticExchange
+from lightning_gc.local_steps.elastic import Elastic, ElasticExchange, check_elastic
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
@@ -538,6 +538,7 @@ class LocalSteps(LocalHooks, RealWorker):
         refuse_grace(owner, unequal)
         verification(verify, owner)
         self.verify = verify
+        check_elastic(elastic, owner)
         if elastic is not None:
             configuration = self.local_workers.configuration
             parts = (controller, configuration, verify, outer, unequal)

@@ -36,7 +36,7 @@ from lightning_gc.exchange.validation import MODEL, digest_of, refuse_unknown_de
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.local_steps.channel import Seal
 from lightning_gc.local_steps.local_rounds import LocalRounds
-from lightning_gc.local_steps.rendezvous import Line, host_and_port
+from lightning_gc.local_steps.rendezvous import Line, check_secret, host_and_port, is_host
 from lightning_gc.local_steps.roll import (
     Called,
     Do,
@@ -69,6 +69,8 @@ from lightning_gc.transports.peer_error import PeerError, is_from_backend
 _log = logging.getLogger(__name__)
 _TRIES = 3
 """How often a snapshot is fetched from the same donor."""
+_LONGEST = 1e9
+"""Most seconds that a worker can be told to wait; beyond, the system's clocks overflow."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,11 @@ class Elastic(Settings):
         address: host that the other workers reach this machine by; None: its address on the way
             to the rendezvous.
         ports: first and last port on which it serves snapshots to workers that join; None: any.
-        roll: file to which the roll is written, if this job serves the rendezvous. If it exists,
-            its run continues.
+        roll: file to which the roll is written, if this job serves the rendezvous. A run of the
+            file continues there. Another run gets the file, and the former rounds a free name.
 
     Raises:
-        ValueError: no ``"host:port"``, or a number out of range.
+        ValueError: no ``"host:port"``, an empty secret, or a number out of range.
 
     Example:
         >>> from lightning_gc import Elastic
@@ -120,25 +122,62 @@ class Elastic(Settings):
     number: int | None = field(default=None, repr=False)
     address: str | None = field(default=None, repr=False)
     ports: tuple[int, int] | None = field(default=None, repr=False)
-    roll: str | None = field(default=None, repr=False)
+    roll: str | Path | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        host_and_port(self.rendezvous, "Elastic(rendezvous")
-        if self.min_workers < 1:
-            raise ValueError(f"Elastic(min_workers={self.min_workers}): use 1 or more, such as 2.")
+        host_and_port(self.rendezvous, "Elastic", "rendezvous")
+        check_secret(self.secret, "Elastic")
+        if not _is_whole(self.min_workers) or self.min_workers < 1:
+            raise ValueError(
+                f"Elastic(min_workers={self.min_workers!r}): use 1 or more, such as 2, as an int."
+            )
         for name, least in (("grace", 0.0), ("timeout", 1.0), ("patience", 1.0)):
             seconds = getattr(self, name)
-            if not least <= seconds < math.inf:
+            number = isinstance(seconds, float | int) and not isinstance(seconds, bool)
+            if not number or not least <= seconds <= _LONGEST:
                 raise ValueError(
-                    f"Elastic({name}={seconds!r}): give {least:g} seconds or more, such as 30."
+                    f"Elastic({name}={seconds!r}): give {least:g} seconds or more, such as 30, and "
+                    f"at most {_LONGEST:g}."
                 )
-        if self.number is not None and self.number < 0:
-            raise ValueError(f"Elastic(number={self.number}): numbers begin with 0.")
-        if self.ports is not None and not 0 < self.ports[0] <= self.ports[1] < 1 << 16:
+        if self.number is not None and (not _is_whole(self.number) or self.number < 0):
+            raise ValueError(
+                f"Elastic(number={self.number!r}): numbers begin with 0; give an int, or leave it "
+                f"out."
+            )
+        if self.address is not None and not (
+            isinstance(self.address, str) and is_host(self.address)
+        ):
+            raise ValueError(
+                f"Elastic(address={self.address!r}): give this machine's host without a port, such "
+                f"as '10.0.0.2'."
+            )
+        if self.ports is not None and not _are_ports(self.ports):
             raise ValueError(
                 f"Elastic(ports={self.ports!r}): give the first and the last port, such as "
                 f"(29500, 29520)."
             )
+        if self.roll is not None and (not isinstance(self.roll, str | Path) or not str(self.roll)):
+            raise ValueError(
+                f"Elastic(roll={self.roll!r}): give the name of a file, such as 'roll.jsonl'."
+            )
+
+
+def check_elastic(elastic: Any, owner: str) -> None:
+    """Raise ValueError if an argument ``elastic`` is neither None nor an ``Elastic``."""
+    if elastic is not None and not isinstance(elastic, Elastic):
+        where = elastic if isinstance(elastic, str) else "10.0.0.1:29400"
+        raise ValueError(
+            f"{owner}(elastic={elastic!r}): give elastic=Elastic({where!r}), or leave it out."
+        )
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int  # reports are JSON, and 2.0 or True is not a count there
+
+
+def _are_ports(ports: Any) -> bool:
+    pair = isinstance(ports, tuple | list) and len(ports) == 2 and all(map(_is_whole, ports))
+    return pair and 0 < ports[0] <= ports[1] < 1 << 16
 
 
 class Loop(Protocol):
@@ -269,7 +308,7 @@ class ElasticExchange:
     def _open(self, settings: str, wanted: int | None) -> str:
         """Open the line to the rendezvous and the door; return the first report."""
         elastic = self.elastic
-        host, port = host_and_port(elastic.rendezvous, "Elastic(rendezvous")
+        host, port = host_and_port(elastic.rendezvous, "Elastic", "rendezvous")
         roll = None if elastic.roll is None else Path(elastic.roll)
         self._line = Line(host, port, elastic.secret, roll)
         own = elastic.address or address_towards(host, port)

@@ -7,6 +7,7 @@ weights, who is called to a round, and whether the round is committed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -267,7 +268,8 @@ class Roll:
         return tuple(sorted({number for each in self._rounds for number in each.members}))
 
     def save(self, path: Path | str) -> None:
-        """Write the file."""
+        """Write the file; ValueError if another file than a roll has this name."""
+        check_roll(Path(path))
         Path(path).write_text("".join(line_of(each) for each in self._rounds))
 
     @classmethod
@@ -300,9 +302,8 @@ def read_lines(text: str, name: str) -> Iterator[Round | Ended]:
 
     A last line without its end is left out: the rendezvous died before it told a member of it.
     """
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
-            return
+    *lines, _ = text.split("\n")
+    for number, line in enumerate(lines, 1):
         try:
             said = json.loads(line)
             if isinstance(said, dict) and set(said) == set(Ended.structure.always):
@@ -312,6 +313,43 @@ def read_lines(text: str, name: str) -> Iterator[Round | Ended]:
                 yield Round.of(said)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{name}, line {number}, is not a round: {error}") from error
+
+
+def check_roll(path: Path) -> None:
+    """Raise a ValueError if a file exists that is not a roll."""
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise ValueError(f"The roll {path} is not a file. Give the name of a file.")
+    judged(path.read_bytes(), path)
+
+
+def judged(content: bytes, path: Path) -> tuple[list[Round | Ended], Round | Ended | bytes]:
+    """Return the records of complete lines, and the last line if it has no end.
+
+    The latter is a record, half a one as bytes, or empty.
+
+    Raises:
+        ValueError: the content is not a roll's.
+    """
+    advice = "The file was not changed. Give the roll of this run, or the name of a new file."
+    whole, newline, tail = content.rpartition(b"\n")
+    try:
+        found = list(read_lines((whole + newline).decode(), str(path)))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a roll, because it is not text. {advice}") from error
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}. {advice}") from error
+    with contextlib.suppress(ValueError):
+        return found, next(read_lines(f"{tail.decode()}\n", "")) if tail else b""
+    if found and _begins_a_line(tail):
+        return found, tail
+    raise ValueError(f"{path} is not a roll: its last line is not half a round. {advice}")
+
+
+def _begins_a_line(tail: bytes) -> bool:
+    lines = (line_of(each).encode() for each in (Round(0, ()), Ended("", 0)))
+    return any(tail[:9] == line[:9][: len(tail)] for line in lines)
 
 
 # ------------------------------------------------------------------------------ the log's entries

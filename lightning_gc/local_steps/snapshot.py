@@ -304,6 +304,6 @@ class Door:
 @contextlib.contextmanager
 def visiting(address: str, seal: Seal, most: int, timeout: float) -> Iterator[Wire]:
     """Connect to a door at ``"host:port"``; yield the ``Wire``."""
-    where = host_and_port(address, "address")
+    where = host_and_port(address, "Worker")
     with calling(where, seal, address, most, timeout, f"the worker at {address}") as link:
         yield Wire(link)

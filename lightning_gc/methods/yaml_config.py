@@ -133,7 +133,7 @@ def read_any(path: str | Path) -> dict[str, Any]:
         sections = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(sections, dict):
         raise ValueError(f"{path} has no sections. Add some, such as {_EXAMPLES['model']}.")
@@ -265,7 +265,12 @@ def editor_schema(modules: Sequence[str] = ()) -> dict[str, Any]:
         modules: modules with the user's classes, which are imported.
     """
     for module in modules:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # the module imports another one, which is missing
+            raise ValueError(f"The module {module} does not exist: {error}.") from error
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser()

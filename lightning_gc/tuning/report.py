@@ -106,7 +106,7 @@ def report(
 
     Raises:
         ValueError: the journal does not exist, or the storage does not hold the experiment, or it
-            holds several and none was named.
+            holds several and none was named. The folder has other files of these names.
         StorageError: the storage cannot be used.
     """
     return write(Path(out), *find_studies(storage, experiment))
@@ -142,11 +142,17 @@ def write(out: Path, experiment: str, studies: Studies) -> list[Path]:
     found = tables(studies)
     drawn = plots(studies, found)
     sections = _sections(found, drawn, sizes_of(studies))
-    files = {out / "plots" / f"{file_name(name)}.svg": svg for name, svg in drawn.items()}
+    page = out / "report.html"
+    files = {page: _page(experiment, studies, sections, drawn).encode()}
     files[out / "report.md"] = _markdown(experiment, studies, sections).encode()
-    files[out / "report.html"] = _page(experiment, studies, sections, drawn).encode()
+    files |= {out / "plots" / f"{file_name(name)}.svg": svg for name, svg in drawn.items()}
     for name, table in found.items():
         files[out / "tables" / f"{name}.csv"] = table.to_csv().encode()
+    there = [file for file in files if file.exists()]
+    if there and not (page.is_file() and page.read_bytes().startswith(_HEAD.encode())):
+        raise ValueError(
+            f"{there[0]} is not of a report and would be overwritten. Give another folder."
+        )
     for file, content in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
@@ -317,6 +323,12 @@ def _markdown(experiment: str, studies: Studies, sections: list[Section]) -> str
     return "\n".join(lines)
 
 
+_HEAD = (
+    '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+    '<meta name="viewport" content="width=device-width">'
+)
+
+
 def _page(
     experiment: str, studies: Studies, sections: list[Section], drawn: dict[str, bytes]
 ) -> str:
@@ -338,8 +350,7 @@ def _page(
             alt = html.escape(section.title)
             parts.append(f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">')
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{name}</title>'
+        f"{_HEAD}<title>{name}</title>"
         f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
 

@@ -27,7 +27,7 @@ from lightning_gc.bench.baselines import (
     keep_local,
     low_rank_numel,
 )
-from lightning_gc.bench.benchmark import COLUMNS, cells, verdict
+from lightning_gc.bench.benchmark import COLUMNS, _refuse_other_files, cells, verdict
 from lightning_gc.core.text_table import markdown
 from tests.support.fitting import unwarned
 from tests.support.processes import run_in_processes
@@ -200,6 +200,8 @@ def disagree(worker: int, folder: str) -> tuple[int, str]:
         (["line.yaml"], {"accelerator: cpu": "precision: 7"}, "The configuration is refused"),
         (["line.yaml"], {"model:": "modell:"}, "has no section model"),
         (["line.yaml"], {"test_bench.Line": "test_bench.Lime"}, "Lime"),
+        (["line.yaml", "--timeout", "nan"], {}, "--timeout nan: must be at least 1"),
+        (["line.yaml", "--out", "."], {}, "line.md is not of lightning-gc bench"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(
@@ -213,6 +215,7 @@ def test_what_is_wrong_is_said_in_a_sentence(
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    Path("line.md").write_text("my notes")
     for name, value in (place | change).items():
         if name.isupper() and value is not None:
             monkeypatch.setenv(name, value)
@@ -223,6 +226,17 @@ def test_what_is_wrong_is_said_in_a_sentence(
             path.write_text(path.read_text().replace(name, value))
     assert cli.main(["bench", *words]) == cli.USAGE
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mine.md", "mine.json"])
+def test_files_of_the_user_are_not_overwritten(tmp_path: Path, name: str) -> None:
+    mine = tmp_path / "mine.yaml"
+    other = {"md": "# mine, 2026-11-27", "json": '{\n "date": "2026-11-27"}'}[name[5:]]
+    (tmp_path / name).write_text(other)
+    _refuse_other_files(tmp_path, mine)
+    (tmp_path / name).write_text("my notes")
+    with pytest.raises(ValueError, match=f"{name} is not of lightning-gc bench"):
+        _refuse_other_files(tmp_path, mine)
 
 
 def test_cells() -> None:

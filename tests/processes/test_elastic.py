@@ -29,6 +29,7 @@ from tests.support.strangers import Tap, idle_strangers, play
 
 pytestmark = pytest.mark.processes
 LIMIT = 120.0
+inf, nan = float("inf"), float("nan")
 
 
 class Site:
@@ -288,20 +289,58 @@ def test_what_elastic_rounds_cannot_obey_is_refused(settings: dict[str, Any], wh
         LocalStepsStrategy("topk", elastic=Elastic("127.0.0.1:1"), **settings)
 
 
+SECONDS = (-1, -0.5, inf, nan, 1e10, True, None, timedelta(seconds=9), (5,))
+SCHEMES = ("http://h:1", "tcp://h:1", "u@h:1", "h/a:1", "h:1/a", "a b:1", "::g:1")
+WRONG: list[tuple[str, tuple[Any, ...], str]] = [
+    ("rendezvous", ("here", ":1", "here:", "h:0", "h:65536", "h:x", "h:²", *SCHEMES), "give host"),
+    ("rendezvous", (5, None, b"h:1", True, ("h", 1)), "give host and port"),
+    ("min_workers", (0, -1, True, 2.0, None, [2]), "use 1 or more"),
+    ("min_workers", ("2", 2.5), "number"),
+    ("timeout", (0, 0.5, *SECONDS), "1 seconds or more"),
+    ("patience", (0, 0.5, *SECONDS), "1 seconds or more"),
+    ("grace", SECONDS, "0 seconds or more"),
+    ("number", (-1, 1.0, True, (1,)), "begin with 0"),
+    ("ports", ((5, 4), (1,), 5, "56", (0, 5), (5, 65536), (5, 6.0)), "first and the last port"),
+    ("address", ("h:1", "", "http://h", 5, "h/"), "host without a port"),
+    ("roll", ("", 5, True, b"roll"), "name of a file"),
+    ("secret", ("", "  ", "\n"), r"the secret is empty\. Give a long random text"),
+    ("secret", ("hidden\n", " hidden"), "begins or ends with white space"),
+    ("secret", (b"hidden", 5, ["hidden"]), "the secret is of type"),
+]
+
+
 @pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"rendezvous": "here"}, "give host and port"),
-        ({"min_workers": 0}, "use 1 or more"),
-        ({"timeout": 0}, "1 seconds or more"),
-        ({"grace": -1.0}, "0 seconds or more"),
-        ({"number": -1}, "begin with 0"),
-        ({"ports": (5, 4)}, "first and the last port"),
-    ],
+    ("name", "wrong", "why"),
+    [(name, wrong, why) for name, each, why in WRONG for wrong in each],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        Elastic(**({"rendezvous": "host:1"} | settings))
+def test_settings_out_of_range_are_refused(name: str, wrong: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as raised:
+        Elastic(**{"rendezvous": "host:1", name: wrong})
+    shown = "..." if name == "secret" else repr(wrong)
+    assert str(raised.value).startswith(f"Elastic({name}={shown}): ")
+
+
+@pytest.mark.parametrize("secret", ["", " ", b"text", "text\n"])
+def test_a_rendezvous_refuses_the_secrets_that_jobs_refuse(secret: Any) -> None:
+    with pytest.raises(ValueError, match=r"Rendezvous\(secret=\.\.\.\): the secret"):
+        Rendezvous(0, secret)
+
+
+@pytest.mark.parametrize("where", ["host:1", "10.0.0.1:65535", "[::1]:29400", "a_b.c-d:1", "::1:2"])
+def test_these_addresses_are_taken(where: str) -> None:
+    assert Elastic(where, address=where.rpartition(":")[0]).rendezvous == where
+
+
+@pytest.mark.parametrize("wrong", ["10.0.0.1:29400", True, False, 5, Elastic, {}])
+def test_what_is_no_elastic_is_refused_when_the_strategy_is_made(wrong: Any) -> None:
+    net = torch.nn.Linear(4, 4)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    for make in (
+        lambda: LocalStepsStrategy("topk", elastic=wrong),
+        lambda: LocalSteps(net, sgd, "topk", elastic=wrong),
+    ):
+        with pytest.raises(ValueError, match=r": give elastic=Elastic\('10.0.0.1:29400'\)"):
+            make()
 
 
 def test_a_secret_is_not_shown() -> None:

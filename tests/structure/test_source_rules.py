@@ -280,6 +280,7 @@ def test_every_row_about_security_names_tests_that_exist() -> None:
         named = re.findall(r"\b(test_\w+\.py)", row.split("|")[-2])
         assert named, row
         assert set(named) <= tests, row
+    assert set(re.findall(r"\b(test_\w+\.py)", text)) <= tests
 
 
 FACTORIES = {

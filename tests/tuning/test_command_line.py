@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -175,13 +176,59 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         (["tune", "toy.yaml", "--metric", "x"], "unrecognized arguments: --metric x"),
         ([], "COMMAND"),
         (["tune", "toy.yaml", "--compressor", "topkk"], "(did you mean 'topk'?). lightning-gc"),
+        (["tune", "."], ". cannot be read"),
+        (["tune", "bytes"], "bytes is not valid YAML"),
+        (["fit", "bytes"], "bytes is not valid YAML"),
+        (["bench", "toy.yaml", "--out", "bytes/x"], "bytes is a file; give the name of a folder"),
+        (["report", "--storage", "x", "--out", "bytes"], "bytes is a file; give the name of a"),
+        (["advise", "--out", "bytes"], "bytes is a file; give the name of a folder"),
+        (["schema", "no_module"], "The module no_module does not exist"),
+        (["list", "wires"], "'wires' is not a family"),
+        (["rendezvous", "--port", "65536"], "'65536' is not a number from 0 to 65535"),
+        (["rendezvous", "--port", "-1"], "'-1' is not a number from 0 to 65535"),
+        (["rendezvous", "--secret-file", "none"], "none cannot be read"),
+        (["rendezvous", "--secret-file", "."], "Make it by: openssl rand -base64 32 >"),
+        (["rendezvous", "--secret-file", "bytes"], "bytes cannot be read"),
+        (["rendezvous", "--secret-file", "empty"], "empty is empty. Write a long random text"),
+        (["rendezvous", "--port", "0", "--roll", "bytes"], "bytes, line 1, is not a round"),
+        (["rendezvous", "--port", "0", "--roll", "."], "is not a file"),
+        (["rendezvous", "--port", "0", "--roll", "bytes/roll"], "cannot be written"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
+    Path("bytes").write_bytes(bytes(range(256)))
+    Path("empty").write_text("\n")
     assert run(*words) == cli.USAGE
-    assert said in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert "Traceback" not in shown
+    assert Path("bytes").read_bytes() == bytes(range(256))
+
+
+@pytest.mark.parametrize("words", [["list", "--wide"], ["list"]])
+def test_a_reader_that_stops_reading_gets_no_traceback(words: list[str]) -> None:
+    """As ``| head`` does."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "lightning_gc", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open(writes, "wb") as pipe:
+        ended = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, timeout=60, env=environment
+        )
+    assert (ended.returncode, ended.stderr) == (cli.FAILED, b"")
+
+
+def test_a_port_in_use_is_a_failure_that_names_the_process(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_gc.local_steps.rendezvous.TAKEN", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        words = ("rendezvous", "--port", str(other.getsockname()[1]))
+        assert run(*words) == cli.FAILED
+    assert f"is in use by process {os.getpid()} (" in capsys.readouterr().err
 
 
 def test_a_storage_that_is_down_is_a_failure(

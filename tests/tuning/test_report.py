@@ -103,6 +103,23 @@ def test_every_table_and_plot_is_written_and_the_page_stands_alone(
     assert "made_up" in page
 
 
+@pytest.mark.parametrize("name", ["report.md", "report.html", "tables/results.csv"])
+def test_files_of_the_user_are_not_overwritten(
+    storage: BaseStorage, tmp_path: Path, name: str
+) -> None:
+    mine = tmp_path / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("my notes")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="is not of a report and would be overwritten"):
+        report(storage, tmp_path)
+    assert mine.read_text() == "my notes"
+    assert sorted(tmp_path.rglob("*")) == before
+    mine.unlink()
+    for _ in range(2):  # its own files may be overwritten
+        report(storage, tmp_path)
+
+
 def test_one_seed_has_no_deviation_and_bytes_have_one_format(tmp_path: Path) -> None:
     storage = open_storage(tmp_path / "study.journal")
     add_study(storage, "dense", 1_359.168, 20.0, seeds=(0,))  # 735,744 bytes

@@ -644,7 +644,7 @@ class OwnSettings:
         self, workers: int, optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
     ) -> None:
         self._optimizers, self._workers = optimizers, workers
-        self._present = 0
+        self._present, self._within = 0, False
         self.forget()
 
     def forget(self) -> None:
@@ -659,6 +659,9 @@ class OwnSettings:
         Raises:
             RuntimeError: a setting that optimizers adapt has been changed between steps.
         """
+        if self._within and worker == self._present:  # again, as when it takes a snapshot
+            yield
+            return
         changed = self._changes()
         adapted = next((key for key in changed if any(key in own for own in self._own)), None)
         if adapted is not None:
@@ -668,13 +671,15 @@ class OwnSettings:
                 f"to its own. Use LocalStepsStrategy with processes, or do one of both."
             )
         self._common |= changed
-        before = self._present
+        before = self._present, self._within
         self._put(worker)
+        self._within = True
         try:
             yield
         finally:
             self._own[worker] |= self._changes()
-            self._put(before)
+            self._put(before[0])
+            self._within = before[1]
 
     def _changes(self) -> dict[tuple[int, str], Any]:
         """Return copies of the settings that are not those of the worker that is present."""

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gc.local_steps.rendezvous import Line, Rendezvous
 from lightning_gc.local_steps.roll import (
     NEAR,
     Called,
@@ -575,41 +574,6 @@ def test_a_run_that_resumes_another_one_takes_the_place_of_its_last_rounds(tmp_p
         file.write("\n")
     with pytest.raises(ValueError, match="line 9, is not a round"):
         Roll.read(path)
-
-
-def test_a_rendezvous_continues_its_file(tmp_path: Path) -> None:
-    """A line that it could not finish was told to no member, and goes."""
-    lines = [line_of(Round(number, (0, 1), digest=str(number), run="a")) for number in range(2)]
-    path = tmp_path / "roll"
-    path.write_text(f'{"".join(lines)}{{"round"')
-    Rendezvous(0, roll=path).close()
-    assert path.read_text() == "".join(lines)
-    with path.open("a") as file:
-        file.write("{}\n")
-    with pytest.raises(ValueError, match="line 3, is not a round"):
-        Rendezvous(0, roll=path)
-    with pytest.raises(ValueError, match="line 3, is not a round"):
-        Line("127.0.0.1", 1, roll=path)
-
-
-def test_a_line_that_cannot_be_written_leaves_no_half_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "roll"
-    rendezvous = Rendezvous(0, roll=path)
-    rounds = [Round(number, (0, 1), digest=str(number), run="a") for number in range(3)]
-
-    def full(_: int) -> None:
-        raise OSError("no space left on device")
-
-    for number, record in enumerate(rounds):
-        with monkeypatch.context() as patched:
-            if number == 1:
-                patched.setattr("lightning_gc.local_steps.rendezvous.os.fsync", full)
-            rendezvous._write(record)
-    rendezvous.close()
-    assert path.read_text() == line_of(rounds[0]) + line_of(rounds[2])
-    assert "round 1 is not in the roll" in caplog.text
 
 
 @pytest.mark.parametrize("line", ["[]", "{}", '{"round": 1}', "nothing", "3"])

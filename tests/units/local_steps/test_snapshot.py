@@ -118,7 +118,7 @@ def test_no_free_port_is_named() -> None:
 @pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:70000"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="give host and port"):
-        host_and_port(address, "Elastic(rendezvous")
+        host_and_port(address, "Elastic", "rendezvous")
 
 
 def test_a_worker_lets_go_of_no_lock_that_its_door_holds() -> None:
