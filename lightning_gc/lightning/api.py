@@ -34,6 +34,7 @@ PRIVATE = {
         "_root_device",
         "_save_distributed_checkpoint",
         "_setup_distributed",
+        "_setup_model",
         "_tensor_parallel_size",
         "_timeout",
     ),
@@ -119,6 +120,7 @@ if TYPE_CHECKING:
 
         def _configure_launcher(self) -> None: ...
         def _setup_distributed(self) -> None: ...
+        def _setup_model(self, model: Any) -> Any: ...
 
 else:
     StrategyAPI = object

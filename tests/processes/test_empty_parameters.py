@@ -84,7 +84,7 @@ def fits(rank: int, ranks: int, folder: str, ways: dict[str, Any]) -> dict[str, 
 def fit_of(
     rank: int, ranks: int, strategy: Any, module: Any, epochs: int, save: str = "", **resume: str
 ) -> dict[str, Any]:
-    settings = {"max_epochs": epochs, "callbacks": [Resumed(save)], **resume}
+    settings: dict[str, Any] = {"max_epochs": epochs, "callbacks": [Resumed(save)], **resume}
     return fit_sharded(rank, strategy(), module=module, ranks=ranks, **settings)
 
 

@@ -275,7 +275,7 @@ BASES = (lightning_gc.core.settings, lightning_gc.core.registry)  # held to the 
 
 
 @pytest.mark.parametrize(
-    "path", [*MODULES, *(Path(base.__file__) for base in BASES)], ids=lambda path: path.name
+    "path", [*MODULES, *(Path(str(base.__file__)) for base in BASES)], ids=lambda path: path.name
 )
 def test_standard_library_only(path: Path) -> None:
     allowed = {base.__name__ for base in BASES}
