@@ -36,7 +36,7 @@ from lightning_gc.core.text_table import print_line
 from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.validation import FIXES
 from lightning_gc.exchange.workers import configure
-from lightning_gc.kernels import families
+from lightning_gc.kernels import dispatch
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.interfaces import (
     VARIABLE,
@@ -223,7 +223,7 @@ def software() -> Facts:
     device = torch.device("cpu")
     wire = hashlib.sha256(catalogue.markdown("wire").encode()).hexdigest()
     lightning = sorted({_version("lightning"), _version("pytorch-lightning")} - {""})
-    numba, missing = _version("numba"), families.uncompiled()
+    numba, missing = _version("numba"), dispatch.uncompiled()
     found = {
         "Python": platform.python_version(),
         **compile_kernels(configure("lightning-gc check", Identity(), None, None, 0), device),

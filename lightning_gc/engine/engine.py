@@ -24,7 +24,7 @@ from lightning_gc.engine.error_buffers import (
 from lightning_gc.engine.guard import BucketExchange, Guard
 from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.statistics import Statistics
-from lightning_gc.kernels import families
+from lightning_gc.kernels import dispatch
 from lightning_gc.kernels.segments import clean
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -185,7 +185,7 @@ class Engine:
         return self._steadily(bucket)
 
     def _steadily(self, bucket: Bucket) -> Flow:
-        with families.host.steady():
+        with dispatch.host.steady():
             yield from self._synchronise(bucket)
 
     def _synchronise(self, bucket: Bucket) -> Flow:

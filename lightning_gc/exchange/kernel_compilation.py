@@ -9,7 +9,7 @@ import torch
 
 from lightning_gc.core.message import FORMAT
 from lightning_gc.exchange.workers import Configuration
-from lightning_gc.kernels import dispatch, families
+from lightning_gc.kernels import dispatch
 from lightning_gc.transports.simulated import Simulated
 
 _log = logging.getLogger(__name__)
@@ -32,14 +32,14 @@ def compile_kernels(configuration: Configuration, device: torch.device) -> dict[
     portable = configuration.compressor.traits.portable
     release = torch.__version__
     same = {"wire format": str(FORMAT), "torch": release, "lightning_gc": _own_release()}
-    same["kernels"] = families.in_words(used, device)
+    same["kernels"] = dispatch.in_words(used, device)
     if device.type == "cpu":
         # Builds for one GPU or another have the same code for the host; so do, for what decodes
         # elements one by one, AVX2 and AVX-512.
         same["torch"] = release.partition("+")[0]
         same["vector instructions"] = _vectors().replace("AVX512", "AVX2")
         if not portable:
-            rounded = sorted(f for f in used & families.ROUNDED if families.host.works(f))
+            rounded = sorted(f for f in used & dispatch.ROUNDED if dispatch.host.works(f))
             same["numba"] = ", ".join(rounded) or "not used"
     if not portable:
         same["device"] = device_in_words(device)
@@ -57,7 +57,7 @@ def _exchange_alone(configuration: Configuration, device: torch.device) -> set[s
         for name, shape in SHAPES.items()
     }
     alone = configuration.engine(0, 1)
-    with families.watched() as used:
+    with dispatch.watched() as used:
         try:
             for measured in (False, True):  # kernels differ in steps that measure the error
                 alone.statistics.norms_wanted = measured
@@ -65,7 +65,7 @@ def _exchange_alone(configuration: Configuration, device: torch.device) -> set[s
                     Simulated(1).run([alone.flow(grad.clone(), SHAPES, weights=weights)])
                 alone.advance()
         except Exception as error:  # of a method that knows its own parameters only
-            used |= families.ROUNDED
+            used |= dispatch.ROUNDED
             _log.warning(
                 "The kernels of %r are compiled in the first step, for which all workers wait: it "
                 "cannot do with made-up gradients. %s: %s",

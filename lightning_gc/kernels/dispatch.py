@@ -1,17 +1,338 @@
-"""Choose between a compiled kernel and its torch reference, for all kernels."""
+"""Choose between a compiled kernel and its torch reference, and let kernels be compiled.
 
+A family of kernels is compiled when a method first asks for it, once per machine: compilers keep
+their results on disk. Numba needs up to ten seconds of CPU time for a family. An exchange does not
+wait for them: a process of low priority compiles, and until it is done torch's operations are used,
+which have the same bits. Kernels of ``ROUNDED`` families have other last bits than torch's
+operations. All workers would have to change in one step, and a run's bits would depend on what its
+machine has compiled before. So a training waits for these.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
 import functools
+import hashlib
 import importlib
 import os
+import pkgutil
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from lightning_gc.kernels import families
+from lightning_gc.core.notices import say, waiting
 
 MAX_NUMEL = 1 << 30  # kernels count in int32
+ROUNDED = frozenset({"low_rank"})
+"""Families whose kernels equal torch's operations up to rounding."""
+_SOURCES = Path(__file__).with_name("host")
+_watched: set[str] | None = None
+_SLOW = 2.0  # seconds after which a compilation is said
+_POLL = 0.2  # seconds between two looks at another process
+
+
+class HostFamilies:
+    """Numba's families in this process.
+
+    Laws:
+        1. While an exchange runs, ``works`` does not change its answers: what begins with torch's
+           operations ends with them.
+        2. A family is used only after its self-test has passed in this process.
+        3. One process of a machine compiles a family; the others read the result.
+
+    Example:
+        >>> families = HostFamilies()
+        >>> with families.steady():
+        ...     first, second = (families.works("segments") for _ in range(2))
+        >>> first == second
+        True
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._works: dict[str, bool] = {}
+        self._made: dict[str, bool] = {}  # by the thread, and not taken over yet
+        self._left: list[str] = []  # to the thread
+        self._running = 0  # exchanges
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def works(self, family: str) -> bool:
+        """Return whether a family's kernels are used.
+
+        The first call compiles them, unless an exchange runs, which does not wait.
+
+        Args:
+            family: a module of ``kernels.host``.
+        """
+        known = self._works.get(family)
+        if _watched is not None:
+            _watched.add(family)
+        if known is None:
+            leave = self._running and family not in ROUNDED and not _is_compiled(family)
+            known = self._works[family] = False if leave else _compile(family)
+            if leave:
+                self._leave(family)
+        return known
+
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """Keep all answers during an exchange; first take over what has been compiled."""
+        with self._lock:
+            if self._made and not self._running:
+                self._works |= self._made
+                self._made = {}
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    def wait(self) -> None:
+        """Return when no family is being compiled: a measurement begins."""
+        thread = self._thread
+        if thread is not None:
+            with waiting("Waiting for compiled kernels", _SLOW):
+                thread.join()
+
+    def close(self) -> None:
+        """Stop the thread. The other process ends by itself, and the next run has its result."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def forked(self) -> None:
+        """Forget, in a new process, what a thread of the old one was about to do."""
+        self._lock, self._thread = threading.Lock(), None
+        for family in {*self._left, *self._made}:
+            del self._works[family]
+        self._left, self._made, self._running = [], {}, 0
+
+    def _leave(self, family: str) -> None:
+        with self._lock:
+            self._left.append(family)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._make, name="kernels", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)
+
+    def _make(self) -> None:
+        """Let another process compile what is left, then load and test it here."""
+        while True:
+            with self._lock:
+                families = list(self._left)
+                if not families or self._ending.is_set():
+                    self._thread = None
+                    return
+            with _locked() as mine:
+                while not mine():
+                    if self._ending.is_set():
+                        return
+                if not all(map(_is_compiled, families)):
+                    self._follow(families)
+            if self._ending.is_set():
+                return
+            works = {family: _trial(family) for family in families}
+            with self._lock:
+                self._made |= works
+                self._left = [family for family in self._left if family not in works]
+
+    def _follow(self, families: list[str]) -> None:
+        """Compile in another process of low priority, and say when it begins and ends."""
+        names = ", ".join(families)
+        say(
+            "Compiling numba's kernels of %s, once per machine. Training begins with torch's "
+            "operations, which have the same bits.",
+            names,
+        )
+        began = time.monotonic()
+        child = _child(families)
+        while child.poll() is None:
+            if self._ending.wait(_POLL):
+                return
+        say("The kernels of %s are ready, after %.0f s.", names, time.monotonic() - began)
+
+
+host = HostFamilies()
+os.register_at_fork(after_in_child=host.forked)
+
+
+def compile_families(families: list[str]) -> None:
+    """Compile and test numba's families; the entrance of the other process."""
+    os.nice(10)
+    for family in families:
+        _trial(family)
+
+
+def _child(families: list[str]) -> subprocess.Popen[bytes]:
+    call = f"from {__name__} import compile_families; compile_families({families!r})"
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    threads = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", call],
+        env={**os.environ, "PYTHONPATH": paths, **threads},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _compile(family: str) -> bool:
+    """Compile a family in this process, or wait for another one that does; return if it works."""
+    if _is_compiled(family):
+        return _trial(family)
+    line = f"Compiling numba's kernels of {family}, once per machine"
+    with waiting(line, _SLOW), _locked() as mine:
+        while not mine():
+            pass
+        return _trial(family)
+
+
+def _trial(family: str) -> bool:
+    """Test a family, which compiles what is not compiled."""
+    if find_spec("numba") is None:
+        return False
+    try:
+        from lightning_gc.kernels.host import self_test
+
+        self_test(family)
+        _mark(family).touch()
+    except Exception as error:  # any exception of a compiler, or of a folder that cannot be written
+        warnings.warn(
+            f"numba's kernels of {family} do not run here ({type(error).__name__}: {error}); "
+            f"torch's operations are used instead, with the same results in more time.",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _is_compiled(family: str) -> bool:
+    """Return whether there is nothing to compile: it is done for this machine, or cannot be."""
+    try:
+        return find_spec("numba") is None or _mark(family).exists()
+    except (ImportError, RuntimeError, OSError):  # which the test meets too, and then says
+        return True
+
+
+def uncompiled() -> list[str]:
+    """Return numba's families that are not compiled on this machine yet; without numba all."""
+    found = find_spec("numba") is not None
+    names = [module.name for module in pkgutil.iter_modules([str(_SOURCES)])]
+    return [family for family in names if not (found and _is_compiled(family))]
+
+
+def _mark(family: str) -> Path:
+    return _folder() / f"{family}.{_key()}.compiled"
+
+
+@functools.cache
+def _folder() -> Path:
+    """Return the folder in which numba keeps the kernels."""
+    from lightning_gc.kernels.host.tensors import times
+
+    return Path(str(times.stats.cache_path))
+
+
+@functools.cache
+def _key() -> str:
+    """Return a text that changes with what numba compiles, and for which processor."""
+    import numba
+    from llvmlite import binding
+
+    sources = sorted(_SOURCES.glob("*.py"))
+    stamps = [(s.name, s.stat().st_mtime, s.stat().st_size) for s in sources]
+    features = binding.get_host_cpu_features().flatten()
+    said = repr((numba.__version__, binding.get_host_cpu_name(), features, sys.version, stamps))
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[Callable[[], bool]]:
+    """Return a function that tries to be this machine's only compiler, for a moment."""
+    _folder().mkdir(parents=True, exist_ok=True)
+    file = os.open(_folder() / "compiling.lock", os.O_CREAT | os.O_RDWR, 0o644)
+
+    def mine() -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_POLL)
+            return False
+        except OSError:  # a network's file system without locks
+            return True
+        return True
+
+    try:
+        yield mine
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[set[str]]:
+    """Collect the families that the body asks for, in any thread."""
+    global _watched
+    _watched = set()
+    try:
+        yield _watched
+    finally:
+        _watched = None
+
+
+def on_gpu(family: str, device: torch.device) -> bool:
+    """Return whether Triton's kernels of a family are used.
+
+    Args:
+        family: a module of ``kernels.gpu``.
+        device: a GPU.
+    """
+    if _watched is not None:
+        _watched.add(family)
+    return _works_on_gpu(family, device)
+
+
+@functools.cache
+def _works_on_gpu(family: str, device: torch.device) -> bool:
+    """Compile and test a family: a C compiler may be missing, or the GPU too old."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        gpu = importlib.import_module("lightning_gc.kernels.gpu")
+        with waiting(f"Compiling Triton's kernels of {family}, once per machine", _SLOW):
+            gpu.self_test(family, device)
+    except Exception as error:  # any exception of a compiler or driver
+        warnings.warn(
+            f"Triton's kernels of {family} do not run on {device} ({type(error).__name__}: "
+            f"{error}); torch's operations are used instead, with the same results.",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def in_words(used: Collection[str], device: torch.device) -> str:
+    """Name what computes for float32 tensors of ``device``, where these families are asked for."""
+    if device.type != "cuda":
+        return "torch"
+    works = [family for family in sorted(used) if _works_on_gpu(family, device)]
+    if not works:
+        return "torch"
+    import triton
+
+    return f"Triton {triton.__version__} for {', '.join(works)}"
 
 
 def fused(tensor: Tensor, family: str) -> bool:
@@ -30,7 +351,7 @@ def fused(tensor: Tensor, family: str) -> bool:
     if not suitable or not 0 < tensor.numel() < MAX_NUMEL:
         return False
     if tensor.device.type == "cuda":
-        return families.on_gpu(family, tensor.device)
+        return on_gpu(family, tensor.device)
     return _interpreted() and tensor.device.type == "cpu"
 
 
@@ -47,7 +368,7 @@ def compiled(tensor: Tensor, family: str) -> bool:
     """
     suitable = tensor.dtype == torch.float32 and tensor.is_contiguous()
     on_host = suitable and tensor.device.type == "cpu" and tensor.numel() > 0
-    return on_host and families.host.works(family)
+    return on_host and host.works(family)
 
 
 def family(name: str, tensor: Tensor) -> ModuleType:

@@ -303,7 +303,7 @@ def refuse_optimizers(owner: str, optimizers: Iterable[Optimizer]) -> None:
             if known:
                 found = f"is or holds a {known.pop()}"
                 raise ValueError(_why_refused(owner, optimizer, optimizer, found))
-            averages = all(callable(getattr(part, name, None)) for name in ("train", "eval"))
+            averages = callable(getattr(part, "train", None))
             if averages and innermost(part) is part:
                 raise ValueError(
                     f"{type(part).__name__} has train() and eval(), between which it moves the "

@@ -16,7 +16,7 @@ from lightning_gc import AtomoSVD, Elastic, LocalSteps, PowerSGD, RandomK, TopK,
 from lightning_gc.compressors import Compressor
 from lightning_gc.core import message
 from lightning_gc.exchange import Synchronizer, Workers, configure, kernel_compilation
-from lightning_gc.kernels import families
+from lightning_gc.kernels import dispatch
 from lightning_gc.lightning.fabric_for_pytorch_lightning import CompressedFabricStrategy
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
 from lightning_gc.local_steps.rendezvous import Rendezvous
@@ -70,9 +70,9 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
         if worker == 1 and differs == "vectors":
             patch.setattr(kernel_compilation, "_vectors", lambda: "NEON")
         if worker == 1 and differs == "numba":
-            patch.setattr(families.host, "works", lambda family: False)
+            patch.setattr(dispatch.host, "works", lambda family: False)
         if worker == 1 and differs == "kernels":
-            patch.setattr(families, "in_words", lambda used, device: "Triton 3.2.0")
+            patch.setattr(dispatch, "in_words", lambda used, device: "Triton 3.2.0")
         if worker == 1 and differs == "format":
             patch.setattr(distributed, "FORMAT", 3)
         if worker == 1 and differs == "former format":  # without a number, and with other padding

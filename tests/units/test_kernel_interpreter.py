@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_gc.kernels import families
+from lightning_gc.kernels import dispatch
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,9 +68,9 @@ def test_torch_runs_where_a_first_kernel_fails(monkeypatch: pytest.MonkeyPatch) 
     """A GPU that is too old, no compiler; here, no GPU at all."""
     if torch.cuda.is_available():
         pytest.skip("kernels run here")
-    trial = families._works_on_gpu.__wrapped__
+    trial = dispatch._works_on_gpu.__wrapped__
     if find_spec("triton") is not None:
         with pytest.warns(UserWarning, match="do not run on cuda.*torch's operations are used"):
             assert not trial("levels", torch.device("cuda"))
-    monkeypatch.setattr(families, "find_spec", lambda name: None)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
     assert not trial("levels", torch.device("cuda"))

@@ -27,7 +27,7 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.elias_fano import encode
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.settings import short
-from lightning_gc.kernels import families
+from lightning_gc.kernels import dispatch
 from lightning_gc.testing.contracts import cases
 
 METHODS = [c.method for cls in COMPRESSORS.values() for c in cls.examples()]
@@ -136,7 +136,7 @@ def test_hard_threshold_sends_what_is_not_a_number() -> None:
 def test_on_a_device_the_result_is_spoilt_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """There nothing can be raised without waiting: indices are moved, values become NaN."""
     monkeypatch.setattr(payload_validation, "on_host", lambda tensor: False)
-    monkeypatch.setattr(families.host, "works", lambda family: False)
+    monkeypatch.setattr(dispatch.host, "works", lambda family: False)
     for places in ([3, 50, 127], [3, 3, 50], [3, 2, 60], [50, 3, 60]):
         out = decode(TopK(0.03), (torch.ones(3), encode(torch.tensor(places), 100)))
         assert out.isnan().any()

@@ -30,7 +30,7 @@ from lightning_gc.compressors.base import Codec, Part
 from lightning_gc.compressors.signs.sign_payload import mean
 from lightning_gc.core import Bucket, payload_validation
 from lightning_gc.core.bit_packing import packed_bytes
-from lightning_gc.kernels import dispatch, families, host, quantise
+from lightning_gc.kernels import dispatch, host, quantise
 from tests.support.bucket_kernels import KINDS, LAYOUTS, assert_same_bits, train
 from tests.support.kernel_device import INTERPRETED, same, some, tensors
 
@@ -48,7 +48,7 @@ def there() -> None:
 
 
 def without_numba(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(families.host, "works", lambda family: False)
+    monkeypatch.setattr(dispatch.host, "works", lambda family: False)
     return monkeypatch
 
 
@@ -161,7 +161,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
         out.add_(values.float(), alpha=scale * 0.999)
 
     monkeypatch.setattr(kernels, "add_bfloat16", less)
-    monkeypatch.setattr(families, "host", families.HostFamilies())
+    monkeypatch.setattr(dispatch, "host", dispatch.HostFamilies())
     with pytest.warns(UserWarning, match="bfloat16 differs from torch's"):
         assert not dispatch.compiled(torch.ones(1), "tensors")
     with warnings.catch_warnings():  # said once

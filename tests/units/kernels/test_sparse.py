@@ -10,7 +10,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.base import Codec, Part
 from lightning_gc.core import elias_fano
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.kernels import families
+from lightning_gc.kernels import dispatch
 from tests.support.kernel_device import INTERPRETED, same, tensors
 
 pytestmark = [
@@ -46,7 +46,7 @@ def test_host_chooses_as_torch_does(codec: Codec, monkeypatch: pytest.MonkeyPatc
         for numba in (True, False):
             with monkeypatch.context() as patched:
                 if not numba:
-                    patched.setattr(families.host, "works", lambda family: False)
+                    patched.setattr(dispatch.host, "works", lambda family: False)
                 left = x.clone()
                 values, coded = joint.encode(left, bucket(step))
                 results.append((values.float(), coded, left))
