@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc import TopK, attach
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
-from lightning_gc.exchange import configure, synchronizer
+from lightning_gc.engine.compatibility import combine
+from lightning_gc.exchange import synchronizer
 from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.workers import Configuration
 from lightning_gc.kernels import dispatch
@@ -36,7 +37,7 @@ asked: list[tuple[str, ...]] = []
 
 
 def configured(compressor: TopK, memory: Memory | None = None) -> Configuration:
-    return configure("test", compressor, memory, None, 0)
+    return Configuration(*combine(compressor, memory), 0)
 
 
 @pytest.fixture
