@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from lightning_gc.local_steps.channel import (
     Seal,
     calling,
 )
-from lightning_gc.local_steps.rendezvous import Line, Meetings, Rendezvous
-from lightning_gc.local_steps.roll import NEAR, Keeper, Numbered, Report
+from lightning_gc.local_steps.rendezvous import Line, Meetings, Rendezvous, _claim, serve
+from lightning_gc.local_steps.roll import NEAR, Keeper, Numbered, Report, Round, line_of
+from lightning_gc.local_steps.roll_file import BusyError
 from lightning_gc.local_steps.snapshot import Door, visiting
 from tests.support.processes import hold_port, many_files, preloaded
 from tests.support.strangers import Tap, ended, idle_strangers, play
@@ -619,3 +621,26 @@ def _beat(lines: list[Link], pace: float, seconds: float) -> None:
         lines[count % len(lines)].send(b"")
         if count % 16 == 0:
             time.sleep(max(0.0, began + count * pace / len(lines) - time.monotonic()))
+
+
+def test_a_worker_gives_its_port_to_who_has_the_secret_and_tells_what_the_file_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves in place of a rendezvous, without a roll, and knows rounds 0 to 5."""
+    rounds = [Round(number, (0, 1), run="a") for number in range(6)]
+    (tmp_path / "roll").write_text("".join(map(line_of, rounds[:3])))
+    with hold_port() as held:
+        port = held.getsockname()[1]
+        with line_to(port) as line:
+            until(lambda: not line.trouble)
+            line._rounds.extend(rounds)
+            with monkeypatch.context() as patch:
+                patch.setattr("lightning_gc.local_steps.rendezvous.TAKEN", 1.0)
+                with pytest.raises(BusyError, match="only to a rendezvous with its secret"):
+                    serve(port, "another", tmp_path / "roll")
+            assert line._serving.leaves == float("inf")
+            _claim(port, SECRET)
+            with contextlib.closing(Rendezvous(port, "secret", tmp_path / "roll")) as restarted:
+                until(lambda: len(restarted._known) == 3)
+                assert [*restarted._known.values()] == rounds[3:]
+                assert (line._serving, line.trouble) == (None, "")
