@@ -103,7 +103,7 @@ def test_a_difference_is_harmless_or_refused() -> None:
     assert (topk, randomk, build) == ("", "", "")
     assert "Worker 1 has vector instructions=NEON, but worker 0 has vector" in vectors
     assert numba[0] == ""
-    assert "Worker 1 has numba=missing, but worker 0 has numba=" in numba[1]
+    assert "Worker 1 has numba=not used, but worker 0 has numba=low_rank" in numba[1]
     assert "Install numba on all workers, or on none" in numba[1]
     for low_rank in (powersgd, atomo):
         assert "Worker 1 has device=a T4 with 40, but worker 0 has device=cpu with" in low_rank

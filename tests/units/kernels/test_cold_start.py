@@ -1,0 +1,126 @@
+"""Training does not wait for numba's compiler, and its bits do not depend on what is compiled."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_gc import QSGD, Cast, EFSignSGD, PowerSGD, Quantised, TopK
+from lightning_gc.compressors import BinMeans, ChunkedTopK, Compressor
+from lightning_gc.kernels import dispatch
+from lightning_gc.testing import Lockstep
+from tests.support.kernel_device import INTERPRETED
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("numba") is None, reason="needs the extra fast: numba"),
+    pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter comes first"),
+]
+METHODS: list[Compressor] = [
+    *(QSGD(4), TopK(0.01), Cast(), EFSignSGD(), PowerSGD(2)),
+    Quantised(ChunkedTopK(0.05), BinMeans(2)),
+]
+SHAPES = {"weight": (64, 70), "bias": (70,), "idle": (40, 50)}
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> Iterator[dispatch.HostFamilies]:
+    """A process in which nothing is compiled, and whose other process never ends."""
+    families = dispatch.HostFamilies()
+    monkeypatch.setattr(dispatch, "host", families)
+    monkeypatch.setattr(dispatch, "_is_compiled", lambda family: False)
+    monkeypatch.setattr(families, "_make", lambda: None)
+    yield families
+    families.close()
+
+
+def train(
+    compressor: Compressor, families: dispatch.HostFamilies, ready: int
+) -> list[torch.Tensor]:
+    """Return means and errors of six steps; kernels are ready before step ``ready``."""
+    lockstep, draw, found = Lockstep(2, compressor), torch.Generator().manual_seed(0), []
+    for step in range(6):
+        named = [{n: torch.randn(s, generator=draw) for n, s in SHAPES.items()} for _ in range(2)]
+        for each in named:
+            each["idle"].zero_()
+        if step == ready:
+            families._made = {family: dispatch._trial(family) for family in families._left}
+        done = lockstep.step(named)
+        found += [each.clone() for part in (done.mean, *done.errors) for each in part.values()]
+    return found
+
+
+@pytest.mark.parametrize("compressor", METHODS, ids=lambda each: type(each).__name__)
+def test_bits_do_not_depend_on_the_cache(
+    compressor: Compressor, cold: dispatch.HostFamilies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changing = train(compressor, cold, 3)
+    assert all(cold._works.values())  # they are used in the end
+    assert cold._left
+    with monkeypatch.context() as patched:
+        patched.setattr(dispatch, "host", dispatch.HostFamilies())
+        patched.setattr(dispatch, "_is_compiled", lambda family: True)
+        warm = train(compressor, dispatch.host, -1)
+    assert len(changing) == len(warm)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(changing, warm, strict=True))
+
+
+def test_answers_change_between_exchanges_only(cold: dispatch.HostFamilies) -> None:
+    with cold.steady():
+        assert not cold.works("tensors")
+        with cold.steady():  # another bucket
+            cold._made = {"tensors": True}
+            assert not cold.works("tensors")
+        with cold.steady():
+            assert not cold.works("tensors")
+    with cold.steady():
+        assert cold.works("tensors")
+
+
+def test_what_rounds_otherwise_is_compiled_before_it_is_used(cold: dispatch.HostFamilies) -> None:
+    """Else the bits of a run would depend on its machine."""
+    with cold.steady():
+        assert cold.works("low_rank")
+
+
+def test_another_process_compiles_and_says_so(tmp_path: Path) -> None:
+    """In an empty folder: a line when it begins and one when it is ready; the next run has none."""
+    script = (
+        "import torch\n"
+        "from lightning_gc import Cast\n"
+        "from lightning_gc.kernels import dispatch\n"
+        "from lightning_gc.testing import Lockstep\n"
+        "lockstep = Lockstep(1, Cast())\n"
+        "def step():\n"
+        "    lockstep.step([{'weight': torch.ones(40, 40)}])\n"
+        "step()\n"
+        "print(dispatch.host.works('segments'))\n"
+        "dispatch.host.wait()\n"
+        "step()\n"
+        "print(dispatch.host.works('segments'), *sorted(dispatch.uncompiled()))\n"
+    )
+    settings = {"NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=200,
+        )
+        for _ in range(2)
+    ]
+    first, second = runs
+    assert "Compiling numba's kernels of " in first.stderr
+    assert "once per machine. Training begins with torch's operations" in first.stderr
+    assert " are ready, after " in first.stderr
+    assert first.stdout.split("\n")[0] == "False"
+    assert first.stdout.split("\n")[1].startswith("True")
+    assert "segments" not in first.stdout.split("\n")[1]
+    assert "Compiling" not in second.stderr
+    assert second.stdout.split("\n")[0] == "True"
