@@ -40,7 +40,7 @@ class SAM(torch.optim.Optimizer):
     def first_step(self) -> None:
         self.kept = [param.clone() for param in self.params]
         for param in self.params:
-            param.add_(param.grad, alpha=0.05)
+            param.add_(param.grad, alpha=0.05)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def second_step(self) -> None:
@@ -49,7 +49,7 @@ class SAM(torch.optim.Optimizer):
         self.base_optimizer.step()
         self.zero_grad()
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.first_step()
         with torch.enable_grad():
             closure()
@@ -62,8 +62,8 @@ class Forwards(torch.optim.Optimizer):
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step(closure)
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
 
     def train(self) -> Any:
         return self.optimizer.train()
@@ -72,7 +72,7 @@ class Forwards(torch.optim.Optimizer):
         return self.optimizer.eval()
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> Any:  # type: ignore[override]
         return self.optimizer.param_groups
 
 
@@ -257,7 +257,12 @@ def bounded_in_a_hook(worker: int) -> Loop:
     def made(params: Any) -> Any:
         own = list(params)
         optimizer = sgd(own)
-        optimizer.register_step_post_hook(lambda *_: [p.data.clamp_(-0.2, 0.2) for p in own])
+
+        def bound(*_: Any) -> None:
+            for param in own:
+                param.data.clamp_(-0.2, 0.2)
+
+        optimizer.register_step_post_hook(bound)
         return optimizer
 
     loop = Loop(worker, made)
@@ -308,7 +313,7 @@ def evolution(worker: int) -> Loop:
     """Steps without gradients that do change weights."""
 
     class Walks(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             with torch.no_grad():
                 for param in self.param_groups[0]["params"]:
                     param.add_(0.01)
@@ -480,7 +485,7 @@ FITS: dict[str, tuple[dict[str, Any], str]] = {
 def fitted(worker: int, simulated: bool = False) -> dict[str, str]:
     found = {}
     for name, (case, _) in FITS.items():
-        settings = {"module": Learner, "every": EVERY} | case
+        settings: dict[str, Any] = {"module": Learner, "every": EVERY} | case
         module, every = settings.pop("module"), settings.pop("every")
         if simulated:
             strategy: Any = SimulatedLocalStepsStrategy(Identity(), workers=WORKERS, every=every)

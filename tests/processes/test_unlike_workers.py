@@ -135,7 +135,7 @@ def by_attach(change: str) -> None:
 
 
 def by_trainer(strategy: Any, change: str, worker: int) -> None:
-    settings = {"devices": 2, "use_distributed_sampler": False}
+    settings: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False}
     fit(strategy, lambda: Model(change), own_batches(worker, 2), **settings)
 
 
@@ -148,7 +148,7 @@ def by_fabric(change: str) -> None:
 
 def unlike(worker: int) -> dict[tuple[str, str], str]:
     dist.init_process_group("gloo")
-    found = {}
+    found: dict[tuple[str, str], str] = {}
     for name in CHANGES:
         change = name if worker == 1 else ""
         ddp = CompressedDDPStrategy(TopK(0.1))

@@ -572,7 +572,11 @@ class Replicas:
     ) -> None:
         self._module = module
         self._params = list(module.parameters())
-        self._optimizers = lambda: [p for each in optimizers() for p in with_held(each)]
+
+        def parts() -> list[torch.optim.Optimizer]:
+            return [part for each in optimizers() for part in with_held(each)]
+
+        self._optimizers = parts
         self.settings = OwnSettings(workers, self._optimizers)
         here = {name: each.data for name, each in self._tensors().items()}
         others = ({n: each.clone() for n, each in here.items()} for _ in range(1, workers))
