@@ -90,7 +90,7 @@ class LocalHooks(CompressedStrategy):
     _first: FirstCallback | None = None
     elastic: Elastic | None = None
     _own_steps: OwnSteps | None = None
-    _stepping = False
+    _steps_own = False
     """Whether the Trainer's optimizer step is under way, which counts."""
     _exchanges_rounds = True
     _paused: Sequence[float] = ()
@@ -127,7 +127,7 @@ class LocalHooks(CompressedStrategy):
             self.local_workers.names,
             lambda: rounds[0].length * len(rounds),
             self._refuse_outside,
-            counted=lambda: self._stepping,
+            counted=lambda: self._steps_own,
             fix="Return it from configure_optimizers",
         )
         self._listen()
@@ -158,7 +158,7 @@ class LocalHooks(CompressedStrategy):
         A step within ``training_step`` or ``backward`` is within the Trainer's only where no
         micro-batches are accumulated, on real workers.
         """
-        if not self._stepping:
+        if not self._steps_own:
             raise RuntimeError(
                 f"{type(self).__name__} counts the steps that the Trainer makes, but its optimizer "
                 f"makes one outside of them, which would not count, so workers would drift apart. "
@@ -197,11 +197,11 @@ class LocalHooks(CompressedStrategy):
         if rounds.rests:
             closure()  # skips its batch, and tells Lightning that it has run
             return None
-        self._stepping = True
+        self._steps_own = True
         try:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         finally:
-            self._stepping = False
+            self._steps_own = False
 
     def _ends(self) -> bool:
         """Return whether this step is the last one."""

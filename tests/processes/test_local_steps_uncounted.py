@@ -40,7 +40,7 @@ class SAM(torch.optim.Optimizer):
     def first_step(self) -> None:
         self.kept = [param.clone() for param in self.params]
         for param in self.params:
-            param.add_(param.grad, alpha=0.05)
+            param.add_(param.grad, alpha=0.05)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def second_step(self) -> None:

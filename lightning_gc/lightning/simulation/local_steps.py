@@ -573,10 +573,10 @@ class Replicas:
         self._module = module
         self._params = list(module.parameters())
 
-        def held() -> list[torch.optim.Optimizer]:
+        def parts() -> list[torch.optim.Optimizer]:
             return [part for each in optimizers() for part in with_held(each)]
 
-        self._optimizers = held
+        self._optimizers = parts
         self.settings = OwnSettings(workers, self._optimizers)
         here = {name: each.data for name, each in self._tensors().items()}
         others = ({n: each.clone() for n, each in here.items()} for _ in range(1, workers))
@@ -690,24 +690,34 @@ class OwnSettings:
         known = self._common | self._own[self._present]
         return {
             (place, name): _copy(value)
-            for place, each in enumerate(self._settings())
+            for place, each in self._settings().items()
             for name, value in each.items()
-            if _is_setting(name, value) and _differ(value, known.get((place, name)))
+            if _is_setting(name, value)
+            if (place, name) not in known or _differ(value, known[place, name])
         }
 
     def _put(self, worker: int) -> None:
         self._present = worker
-        if any(self._own):
-            settings = self._settings()
-            for (place, name), value in (self._common | self._own[worker]).items():
-                if _differ(settings[place].get(name), value):
-                    _set(settings[place], name, value)
+        if not any(self._own):
+            return
+        given = self._common | self._own[worker]
+        for place, each in self._settings().items():
+            for name in [name for name, value in each.items() if _is_setting(name, value)]:
+                if (place, name) not in given:  # another worker's step has added it
+                    del each[name]
+            for name, value in ((n, v) for (where, n), v in given.items() if where == place):
+                if name not in each or _differ(each[name], value):
+                    _set(each, name, value)
 
-    def _settings(self) -> list[dict[str, Any]]:
-        """Return what optimizers keep their settings in: groups, each once, and attributes."""
+    def _settings(self) -> dict[int, dict[str, Any]]:
+        """Return what optimizers keep their settings in, by place.
+
+        Groups are counted from 0, each once, and optimizers with their attributes from -1 down.
+        """
         parts = self._optimizers()
         groups = {id(group): group for part in parts for group in part.param_groups}
-        return [*groups.values(), *(vars(part) for part in parts)]
+        attributes = {-1 - index: vars(part) for index, part in enumerate(parts)}
+        return dict(enumerate(groups.values())) | attributes
 
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
