@@ -124,3 +124,20 @@ def test_another_process_compiles_and_says_so(tmp_path: Path) -> None:
     assert "segments" not in first.stdout.split("\n")[1]
     assert "Compiling" not in second.stderr
     assert second.stdout.split("\n")[0] == "True"
+
+
+def test_the_page_says_what_happens() -> None:
+    """With ``test_another_process_compiles_and_says_so`` and the laws above."""
+    page = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
+    (said,) = (line for line in page.split("\n- ") if line.startswith("**Kernels are compiled"))
+    words = " ".join(said.split())
+    assert "Training begins at once, with torch's operations and the same bits." in words
+    rounded = [type(each).__name__ for each in METHODS if asks(each) & dispatch.ROUNDED]
+    assert f"With {', '.join(f'`{name}`' for name in rounded)} workers wait" in words
+
+
+def asks(compressor: Compressor) -> set[str]:
+    """Return the families of kernels that a step asks for."""
+    with dispatch.watched() as asked:
+        Lockstep(1, compressor).step([{n: torch.ones(s) for n, s in SHAPES.items()}])
+    return asked
