@@ -48,6 +48,8 @@ HEAVY = ("torch", "torch.distributed", "pytorch_lightning", "optuna")
 """Modules that most tests import: imported once for all runs, which saves most of the time."""
 
 NO_TESTS = 5
+HUNG = "+ Timeout +"
+"""What pytest-timeout writes before it ends the process of a test."""
 """pytest's exit status: none is selected."""
 
 ELSEWHERE = 97
@@ -97,7 +99,8 @@ def run_tests(copy: Path, selections: Iterable[str], *options: str) -> tuple[int
     """Run pytest in a copy; return its exit status, None if it took too long, and its report."""
     report = copy.parent / "report.xml"
     report.unlink(missing_ok=True)
-    options = ("-q", "-p", "no:cacheprovider", f"--junitxml={report}", *options)
+    # A plugin of a library that is preloaded could not rewrite its asserts, which is an error.
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:anyio", f"--junitxml={report}", *options)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(HEAVY))
     process = context.Process(target=_pytest, args=(copy, [*options, *selections]))
@@ -175,7 +178,8 @@ def examine(fault: Fault, tree: Path, timeout: float) -> Result:
     seconds = round(time.monotonic() - started, 1)
     if 0 in codes and code in (0, NO_TESTS):
         return Result(fault, "NOT FOUND", seconds=seconds)
-    if code in (None, 1):  # without a report: a test hung, and pytest was ended with it
+    hung = code is None or HUNG in output  # pytest was ended with the test, without a report
+    if hung or (code == 1 and found_by):
         return Result(fault, "found", found_by or "(hangs)", said, seconds)
     if code == ELSEWHERE:
         raise SystemExit(f"The package, or a test, comes from elsewhere than the copy. {said}")
