@@ -21,8 +21,8 @@ from lightning_gc.transports.interfaces import (
     is_loopback,
 )
 
-CONNECT = 5.0
-"""Seconds in which a machine must answer. A blocked port never does."""
+CONNECT = 4.0
+"""Seconds in which a machine must answer: three tries of TCP. A blocked port never answers."""
 PATIENT = 2.0
 """Seconds after which it is said that machine 0 does not listen: it may just start."""
 ECHOES = 20

@@ -48,9 +48,10 @@ HEAVY = ("torch", "torch.distributed", "pytorch_lightning", "optuna")
 """Modules that most tests import: imported once for all runs, which saves most of the time."""
 
 NO_TESTS = 5
+"""pytest's exit status: none is selected."""
+
 HUNG = "+ Timeout +"
 """What pytest-timeout writes before it ends the process of a test."""
-"""pytest's exit status: none is selected."""
 
 ELSEWHERE = 97
 """Exit status: the package, or a test, was imported from elsewhere than the copy."""
