@@ -100,8 +100,9 @@ def run_tests(copy: Path, selections: Iterable[str], *options: str) -> tuple[int
     """Run pytest in a copy; return its exit status, None if it took too long, and its report."""
     report = copy.parent / "report.xml"
     report.unlink(missing_ok=True)
-    # A plugin of a library that is preloaded could not rewrite its asserts, which is an error.
-    options = ("-q", "-p", "no:cacheprovider", "-p", "no:anyio", f"--junitxml={report}", *options)
+    # A plugin of a library that is preloaded cannot rewrite its asserts, of which pytest warns.
+    options = ("-q", "-W", "ignore::pytest.PytestAssertRewriteWarning", *options)
+    options = ("-p", "no:cacheprovider", f"--junitxml={report}", *options)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(HEAVY))
     process = context.Process(target=_pytest, args=(copy, [*options, *selections]))
