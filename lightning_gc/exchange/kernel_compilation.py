@@ -8,6 +8,7 @@ import logging
 import torch
 
 from lightning_gc.core.message import FORMAT
+from lightning_gc.core.settings import short
 from lightning_gc.exchange.workers import Configuration
 from lightning_gc.kernels import dispatch
 from lightning_gc.transports.simulated import Simulated
@@ -67,9 +68,9 @@ def _exchange_alone(configuration: Configuration, device: torch.device) -> set[s
         except Exception as error:  # of a method that knows its own parameters only
             used |= dispatch.ROUNDED
             _log.warning(
-                "The kernels of %r are compiled in the first step, for which all workers wait: it "
+                "The kernels of %s are compiled in the first step, for which all workers wait: it "
                 "cannot do with made-up gradients. %s: %s",
-                *(configuration.compressor, type(error).__name__, error),
+                *(short(configuration.compressor), type(error).__name__, error),
             )
     return used
 

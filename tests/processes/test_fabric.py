@@ -298,7 +298,7 @@ def test_names_and_refusals(package: str) -> None:
         accelerator="cpu", devices=2, strategy="compressed_ddp_topk_spawn"
     ).strategy
     assert isinstance(strategy, flavours_class(package))
-    assert "inner=TopK(" in repr(strategy)
+    assert "with TopK(0.01) for Fabric" in repr(strategy)
     trainers = lightning_gc.CompressedDDPStrategy(TopK(0.1))
     with pytest.raises(ValueError, match="Fabric takes CompressedFabricStrategy"):
         fabric.Fabric(accelerator="cpu", devices=2, strategy=trainers)
