@@ -64,12 +64,7 @@ def moved(package: str, homes: Mapping[str, str], name: str) -> Any:
         DeprecationWarning: the name is old; the warning says what to write instead.
     """
     if name not in homes:
-        said = f"module {package!r} has no attribute {name!r}"
-        elsewhere = vars(importlib.import_module("lightning_gc.controllers"))
-        if name in elsewhere.get("__all__", ()):
-            raise AttributeError(f"{said}; it is lightning_gc.controllers.{name}")
-        public = getattr(sys.modules[package], "__all__", ())
-        raise AttributeError(said + did_you_mean(name, public))
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
     home, _, now = homes[name].rpartition(".")
     asking = sys._getframe(2).f_globals.get("__name__", "")  # ``__getattr__`` lies between
     if not asking.startswith("jsonargparse."):  # it tries shorter paths of every annotated class

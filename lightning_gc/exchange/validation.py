@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPSink
 
-from lightning_gc import controllers
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
-from lightning_gc.core.registry import closest, make, subclasses
 from lightning_gc.memories import Memory
 from lightning_gc.transports.distributed import Distributed, gather_text
 
@@ -60,13 +58,6 @@ def check_controller(
 
 def check_controller_class(controller: Any, whose: str, argument: str = "controller") -> None:
     """Raise ValueError for anything but an instance of ``Controller``."""
-    known = subclasses(vars(controllers), Controller)
-    named = closest(controller, known) if isinstance(controller, str) else None
-    if named is not None:  # a name cannot say the settings that nearly every controller needs
-        try:
-            make("controller", known[named], known, Controller)
-        except ValueError as error:
-            raise ValueError(f"{whose}({argument}={controller!r}): {error}") from None
     if isinstance(controller, type) and issubclass(controller, Controller):
         raise ValueError(
             f"{whose}({argument}={controller.__name__}): that is a class; give an instance of it, "

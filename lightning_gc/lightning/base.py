@@ -1,7 +1,6 @@
 """CompressedStrategy and RealWorker: forward Lightning's hooks to an ``Attached``."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -9,7 +8,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW
 
 from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.checkpoint.side_file_store import DTYPES, Restoring, Saving
@@ -19,7 +17,7 @@ from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.control.training_progress import moment_of
 from lightning_gc.controllers import Controller
 from lightning_gc.core.bucket import in_memory_order
-from lightning_gc.core.settings import CheckedCalls, short
+from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.engine import Engine
 from lightning_gc.exchange import Configuration, Workers, configure
 from lightning_gc.exchange.peers import Parts
@@ -44,8 +42,6 @@ from lightning_gc.schemes import Scheme
 from lightning_gc.transports.accounting import Recorder
 from lightning_gc.transports.network_model import NetworkModel
 from lightning_gc.transports.peer_error import PeerError
-
-_log = logging.getLogger(__name__)
 
 
 class Resuming(StrategyAPI):
@@ -292,20 +288,6 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 self._check_optimizer(group)
-        if self._meets_momentum() and trainer.is_global_zero:
-            _log.warning(
-                "%s leaves errors that Adam's momentum meets again, many steps late. Training is "
-                'better with betas=(0.0, 0.999) and another learning rate: see "Adam and AdamW" '
-                'on the page "Choice of method".',
-                short(self.compressor),
-            )
-
-    def _meets_momentum(self) -> bool:
-        """Whether errors are fed back to an Adam with momentum; local steps have none in steps."""
-        sparse = self.compressor.traits.kind in ("sparsifier", "low rank")
-        adams = [o for o in self.optimizers if isinstance(o, Adam | AdamW)]
-        moves = any(group["betas"][0] > 0 for o in adams for group in o.param_groups)
-        return sparse and moves and bool(self.memory.buffers) and not self._exchanges_rounds
 
     def _check_optimizer(self, group: Mapping[str, Any]) -> None:
         self.memory.check_optimizer(group)

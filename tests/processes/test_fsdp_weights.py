@@ -137,9 +137,7 @@ def share(policy: MixedPrecisionPolicy) -> float:
         net(torch.randn(4, 256)).square().mean().backward()
     account, engine = handle.account(), handle._workers.first
     handle.close()
-    gathered = account.dense_weight_bytes
-    assert gathered is not None
-    dense = engine.dense_bytes(engine.tally.grad_bytes) + gathered
+    dense = engine.dense_bytes(engine.tally.grad_bytes) + account.dense_weight_bytes
     return account.wire_bytes / dense
 
 

@@ -2,9 +2,6 @@
 
 import importlib
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -88,27 +85,3 @@ def test_shares_of_the_bytes_are_those_of_the_same_model(plot: Any) -> None:
     for method, ratio in (("QSGD(4)", 8), ("TopK(0.01)", 72)):
         assert f"`{method}`, 1/{ratio} of the bytes" in README
         assert abs(dense / part["rows"][method]["bytes"] - ratio) < 0.6, method
-
-
-@pytest.mark.slow
-def test_the_program_that_runs_alone_prints_what_is_said(tmp_path: Path) -> None:
-    """Bytes as in the sentence below it, and within the table's range; shares are of one step."""
-    source = (ROOT / "README.md").read_text()
-    programs = re.findall(r"```python\n(.*?)```", source, re.DOTALL)
-    (program,) = [each for each in programs if "SimulatedDDPStrategy" in each]
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=200,
-    )
-    said = " ".join((done.stdout + done.stderr).split())
-    (sentence,) = re.findall(r"It prints that each worker (.*?)\.\n", source)
-    sent, dense, times = re.findall(r"sent (.*?) instead of (.*?), (\d+) times less", sentence)[0]
-    assert f"TopK(0.01) sent {sent} instead of {dense} per worker, {times} times less" in said
-    least, most = re.findall(r"`TopK\(0.01\)` \| 1/(\d+) to 1/(\d+) ", README)[0]
-    assert int(least) <= int(times) <= int(most)
-    shares = re.findall(r"would take (\d+)% of a step, messages and waiting (\d+)%", said)
-    assert sum(map(int, shares[0])) <= 100

@@ -5,25 +5,15 @@ only a fit can show are in tests of their own.
 """
 
 import re
-from functools import partial
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
-import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import STRATEGY_REGISTRY
-from pytorch_lightning.demos.boring_classes import BoringDataModule, BoringModel
 
 import lightning_gc
-from lightning_gc import (
-    QSGD,
-    CompressedDDPStrategy,
-    PowerSGD,
-    SimulatedDDPStrategy,
-    TopK,
-    controllers,
-)
+from lightning_gc import controllers
 from lightning_gc.control.control_loop import decision_of
 from lightning_gc.controllers import Controller, Observation
 from lightning_gc.lightning import for_lightning
@@ -272,48 +262,3 @@ def test_few_names_are_listed_and_all_are_answered() -> None:
         registry.get("nonsense")
     fabrics: Any = STRATEGY_REGISTRY
     assert {name for name in fabrics if name in fabrics.ours} == methods | {"compressed_ddp"}
-
-
-def test_a_controller_by_name() -> None:
-    """Nearly every controller needs settings, which a name cannot say."""
-    for name in ("accordion", "acordion"):
-        with pytest.raises(ValueError, match=r"instance of it: Accordion\(low=\.\.\., high="):
-            CompressedDDPStrategy(TopK(0.01), controller=name)  # type: ignore[call-arg, arg-type]
-
-
-def test_a_name_that_is_elsewhere_or_misspelt() -> None:
-    with pytest.raises(AttributeError, match="did you mean 'TopK'"):
-        _ = lightning_gc.Topk  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match=r"it is lightning_gc\.controllers\.TotalErrorBudget"):
-        _ = lightning_gc.TotalErrorBudget  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("compressor", "optimizer", "said"),
-    [
-        (TopK(0.01), torch.optim.AdamW, True),
-        (PowerSGD(1), torch.optim.Adam, True),
-        (QSGD(4), torch.optim.AdamW, False),
-        (TopK(0.01), torch.optim.SGD, False),
-        (TopK(0.01), partial(torch.optim.AdamW, betas=(0.0, 0.999)), False),
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-def test_momentum_of_adam_is_named_where_errors_are_fed_back(
-    compressor: Any, optimizer: Any, said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Model(BoringModel):
-        def configure_optimizers(self) -> Any:
-            return optimizer(self.parameters(), lr=0.01)
-
-    trainer = pl.Trainer(
-        strategy=SimulatedDDPStrategy(compressor, workers=2),
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        max_steps=1,
-    )
-    trainer.fit(Model(), BoringDataModule())
-    assert ("betas=(0.0, 0.999)" in caplog.text) == said

@@ -153,8 +153,8 @@ class Sums:
             steps=now.local_steps - before.local_steps if now.local_steps else 1 - shown.steps,
             wire_bytes=account.wire_bytes,
             dense_bytes=engine.dense_bytes(now.plain_bytes - before.plain_bytes)
-            + (account.dense_weight_bytes or 0),
-            weight_bytes=account.weight_bytes or 0,
+            + account.dense_weight_bytes,
+            weight_bytes=account.weight_bytes,
             elements=now.elements - before.elements,
             sent=now.sent - before.sent,
             payload_bytes=now.payload_bytes - before.payload_bytes,
