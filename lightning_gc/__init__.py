@@ -106,8 +106,11 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
                 _import_all()
             if name in globals():
                 return globals()[name]
+            known = {each: f"{__name__}.{each}" for each in globals()["__all__"]}
+            others = _importlib.import_module(f"{__name__}.controllers").__all__
+            known |= {each: f"{__name__}.controllers.{each}" for each in others}
             return _importlib.import_module(f"{__name__}.core.registry").moved(
-                __name__, _for_authors, name
+                __name__, _for_authors, name, known
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gc.advice import report
-from lightning_gc.advice.alpha_beta import LinkByKind, rate
+from lightning_gc.advice.alpha_beta import LinkByKind
 from lightning_gc.advice.prediction import (
     METHODS,
     SIXTEEN,
@@ -31,6 +31,7 @@ from lightning_gc.core.text_table import markdown, plain
 from lightning_gc.methods.lightning_flavour import quiet_libraries
 from lightning_gc.methods.method import Method
 from lightning_gc.methods.yaml_config import methods_in, read
+from lightning_gc.transports.network_model import rate
 
 STOPPED = 130
 
@@ -131,7 +132,7 @@ def advise(
         ValueError: an invalid file, method or rate; a model that optimizes manually.
         BenchError: a worker has failed.
     """
-    target = Target(workers, None if link is None else rate(link))
+    target = Target(workers, None if link is None else rate(link, "--link "))
     if workers is not None and workers < 2:
         raise ValueError(f"advise(workers={workers!r}): at least 2 exchange gradients.")
     if budget_seconds < 10:

@@ -7,7 +7,6 @@ have headers. On the host it includes Gloo's copies and sums.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,31 +55,6 @@ class Link:
         """Return the seconds of ``messages`` messages with ``nbytes`` bytes in total."""
         slow = max(nbytes - self.knee_bytes, 0.0)
         return messages * self.latency_us * 1e-6 + 8 * slow / (self.gbps * 1e9)
-
-
-def rate(text: str) -> float:
-    """Return 10⁹ bits per second of ``"1gbit"`` or ``"100mbit"``.
-
-    Raises:
-        ValueError: the text is not a rate.
-
-    Example:
-        >>> rate("2.5gbit"), rate("100 Mbit")
-        (2.5, 0.1)
-    """
-    units = {"g": 1.0, "m": 1e-3}
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([gm])bit", text.strip(), re.IGNORECASE)
-    if found is not None and float(found[1]) > 0:
-        return float(found[1]) * units[found[2].lower()]
-    near = re.match(r"\s*(\d+(?:\.\d+)?)\s*([gm])(i?b(?:yte)?s?/s|i?byte)?", text, re.IGNORECASE)
-    meant = ""
-    if near is not None and float(near[1]) > 0:
-        in_bytes = "yte" in (near[3] or "").lower() or "B" in (near[3] or "")
-        number = float(near[1]) * (8 if in_bytes else 1)
-        meant = f" (did you mean {number:g}{near[2].lower()}bit?)"
-    raise ValueError(
-        f"--link {text!r} is not a rate{meant}. Write it as 1gbit, 2.5gbit or 100mbit."
-    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from importlib import resources
 from typing import Any
 
 from lightning_gc.advice import report
-from lightning_gc.advice.alpha_beta import Link, at_rate, rate
+from lightning_gc.advice.alpha_beta import Link, at_rate
 from lightning_gc.advice.costs import bucket_trace, simulated
 from lightning_gc.advice.prediction import (
     METHODS,
@@ -38,6 +38,7 @@ from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.core.text_table import plain
 from lightning_gc.methods.method import Method, parse_method
+from lightning_gc.transports.network_model import rate
 
 EXAMPLE = "lightning-gc advise --params 124M --step-ms 45 --link 1gbit --workers 4"
 LATENCY_US = 50.0
@@ -375,7 +376,7 @@ def described(options: argparse.Namespace) -> WhatIf:
         square(parameters(options.params)) if options.params else shapes_of(options.model),
         options.step_ms * 1e-3,
         options.workers,
-        rate(options.link),
+        rate(options.link, "--link "),
         latency,
         options.gpu,
     )

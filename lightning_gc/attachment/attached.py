@@ -29,6 +29,7 @@ from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
     check_controller,
+    check_optimizers,
     refuse_own_gradients,
     refuse_second_hook,
     refuse_sparse_gradients,
@@ -161,7 +162,7 @@ class Setup:
         cls,
         owner: str,
         configuration: Configuration,
-        controller: Controller | None,
+        controller: Controller | str | None,
         optimizers: list[torch.optim.Optimizer],
         module: nn.Module,
         workers: type[Workers] = Workers,
@@ -189,9 +190,8 @@ class Setup:
                 f"{memory} rescales errors by the learning rates, which attach does not know; "
                 f"give attach(..., optimizers=optimizer)."
             )
-        for group in groups:
-            memory.check_optimizer(group)
-        check_controller(controller, compressor, memory, owner, rounds=False)
+        check_optimizers(compressor, memory, optimizers)
+        controller = check_controller(controller, compressor, memory, owner, rounds=False)
         return cls(
             owner,
             workers(configuration),
@@ -368,8 +368,8 @@ class Attached:
         known = self._setup.optimizers()
         if any(optimizer is each for each in known):
             return
-        for group in optimizer.param_groups:
-            self._workers.configuration.memory.check_optimizer(group)
+        configuration = self._workers.configuration
+        check_optimizers(configuration.compressor, configuration.memory, [optimizer])
         assert isinstance(known, list)
         known.append(optimizer)
 

@@ -455,7 +455,7 @@ class LocalSteps(AttachedRounds):
         compressor: Compressor | str,
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
-        controller: Controller | None = None,
+        controller: Controller | str | None = None,
         *,
         every: int | GrowingRounds = 32,
         outer: Outer = OuterSGD(),  # noqa: B008 - frozen
@@ -476,7 +476,7 @@ class LocalSteps(AttachedRounds):
         _refuse_unknown(owner, unknown)
         configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         parts = configuration.compressor, configuration.memory
-        check_controller(controller, *parts, owner)
+        controller = check_controller(controller, *parts, owner)
         refuse_settings(owner, *parts, controller, outer)
         plan = RoundPlan.of(owner, every, fragments, delay, merge)
         check_rounds(owner, plan, controller)

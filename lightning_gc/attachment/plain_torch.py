@@ -19,6 +19,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import configure
+from lightning_gc.exchange.validation import make_controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -44,7 +45,7 @@ def attach(
     compressor: Compressor | str,
     memory: Memory | str | None = None,
     scheme: Scheme | str | None = None,
-    controller: Controller | None = None,
+    controller: Controller | str | None = None,
     *,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = (),
     scaler: torch.amp.GradScaler | None = None,
@@ -54,7 +55,7 @@ def attach(
     bucket_cap_mb: float = 25,
     min_numel: int = MIN_NUMEL,
     weights: Weights | None = None,
-    weights_controller: Controller | None = None,
+    weights_controller: Controller | str | None = None,
     hops: Literal[1, 2] = 1,
     workers_per_node: int | None = None,
 ) -> Attached:
@@ -150,6 +151,7 @@ def attach(
         optimizers = [optimizers]
     verification(verify, "attach")
     its = list(optimizers or ())
+    controller = None if controller is None else make_controller(controller, "attach")
     for name, given in {"controller": controller, "weights_controller": weights_controller}.items():
         if given is not None and not its:
             raise ValueError(

@@ -49,28 +49,44 @@ def export(namespace: dict[str, Any], *more: str) -> None:
     namespace["__all__"] = sorted([*found, *more])
 
 
-def moved(package: str, homes: Mapping[str, str], name: str) -> Any:
+def moved(
+    package: str, homes: Mapping[str, str], name: str, known: Mapping[str, str] | None = None
+) -> Any:
     """Return what a package's ``__getattr__`` is asked for, if it has an old name or place.
 
     Args:
         package: the package's name.
         homes: ``{old name: dotted path where it is now}``.
         name: that is asked for.
+        known: ``{name: dotted path}`` of names that are near enough to be meant.
 
     Raises:
         AttributeError: the name is not in ``homes``.
+        ImportError: likewise, for ``from package import name``, where Python hides the former.
 
     Warns:
         DeprecationWarning: the name is old; the warning says what to write instead.
     """
-    if name not in homes:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    home, _, now = homes[name].rpartition(".")
     asking = sys._getframe(2).f_globals.get("__name__", "")  # ``__getattr__`` lies between
+    if name not in homes:
+        said = f"module {package!r} has no attribute {name!r}{_meant(name, known or {})}"
+        if asking == "importlib._bootstrap":
+            raise ImportError(said, name=package)
+        raise AttributeError(said, name=name)
+    home, _, now = homes[name].rpartition(".")
     if not asking.startswith("jsonargparse."):  # it tries shorter paths of every annotated class
         said = f"`from {package} import {name}` is deprecated; write `from {home} import {now}`."
         warnings.warn(said, DeprecationWarning, stacklevel=3)
     return getattr(importlib.import_module(home), now)
+
+
+def _meant(name: str, known: Mapping[str, str]) -> str:
+    """Return how to import the closest known name, or an empty string."""
+    found = name if name in known else closest(name, known)
+    if found is None:
+        return ""
+    home, _, now = known[found].rpartition(".")
+    return f"; did you mean `from {home} import {now}`?"
 
 
 def subclasses(namespace: Mapping[str, Any], base: type[T]) -> dict[str, type[T]]:
@@ -149,15 +165,15 @@ def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T])
         raise ValueError(f"{value.__name__} is a class; give an instance of it: {_call(value)}.")
     close = closest(value, known)
     if close is not None:
-        example = _call(known[close])
+        that_name = "" if required_fields(known[close]) else "that name, or "
         raise ValueError(
-            f"{value!r} is not a {kind}{did_you_mean(value, known)}; give that name, or an "
-            f"instance: {example}."
+            f"{value!r} is not a {kind}{did_you_mean(value, known)}; give {that_name}an instance: "
+            f"{_call(known[close])}."
         )
     choices = ", ".join(f"{name!r}" for name in sorted(known))
     raise ValueError(
         f"{value!r} is not a {kind}; give an instance, such as "
-        f"{next(iter(known.values())).__name__}(), or one of the names {choices}."
+        f"{_call(next(iter(known.values())))}, or one of the names {choices}."
     )
 
 

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPSink
 
+from lightning_gc import controllers
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
+from lightning_gc.core.registry import make, subclasses
 from lightning_gc.memories import Memory
 from lightning_gc.transports.distributed import Distributed, gather_text
 
@@ -30,20 +32,25 @@ _SAME_MODEL = (
 
 
 def check_controller(
-    controller: Any, compressor: Compressor, memory: Memory, whose: str, *, rounds: bool = True
-) -> None:
-    """Refuse a controller of a wrong type, or one that cannot work with the configuration.
+    given: Controller | str | None,
+    compressor: Compressor,
+    memory: Memory,
+    whose: str,
+    *,
+    rounds: bool = True,
+) -> Controller | None:
+    """Return the controller; refuse one of a wrong type, or that the configuration cannot have.
 
     Args:
-        controller: as given; None passes.
+        given: an instance, a name, or None.
         compressor: with its wrappers.
         memory: the error feedback rule.
         whose: the class or function with this argument.
         rounds: whether gradients are exchanged every H steps, so that a controller may set H.
     """
-    if controller is None:
-        return
-    check_controller_class(controller, whose)
+    if given is None:
+        return None
+    controller = make_controller(given, whose)
     controller.check(compressor.knob)
     if controller.needs.errors and not memory.buffers:
         raise ValueError(
@@ -51,22 +58,55 @@ def check_controller(
         )
     if controller.needs.rounds and not rounds:
         raise ValueError(
-            f"{whose}(controller={controller!r}): it sets the steps of a round, and here gradients "
+            f"{whose}(controller={controller}): it sets the steps of a round, and here gradients "
             f"are exchanged at every step; use LocalStepsStrategy."
         )
+    return controller
 
 
-def check_controller_class(controller: Any, whose: str, argument: str = "controller") -> None:
-    """Raise ValueError for anything but an instance of ``Controller``."""
-    if isinstance(controller, type) and issubclass(controller, Controller):
+def make_controller(given: Any, whose: str, argument: str = "controller") -> Controller:
+    """Return a controller that is given as an instance or by name; refuse anything else."""
+    known = subclasses(vars(controllers), Controller)
+    if isinstance(given, Controller):
+        return given
+    if isinstance(given, str):
+        found: Controller = make("controller", given, known, Controller)
+        return found
+    if isinstance(given, type) and issubclass(given, Controller):
         raise ValueError(
-            f"{whose}({argument}={controller.__name__}): that is a class; give an instance of it, "
-            f"{controller.__name__}(...)."
+            f"{whose}({argument}={given.__name__}): that is a class; give an instance of it, "
+            f"{given.__name__}(...)."
         )
-    if not isinstance(controller, Controller):
-        raise ValueError(
-            f"{whose}({argument}={controller!r}): give an instance, such as "
-            f"lightning_gc.controllers.Fixed(0.01), or leave it out."
+    raise ValueError(
+        f"{whose}({argument}={given!r}): give an instance, such as "
+        f"lightning_gc.controllers.Fixed(0.01), or leave it out."
+    )
+
+
+_ADAM = {"betas", "eps", "amsgrad"}
+"""Keys in ``param_groups`` of Adam and AdamW, but not of Lion, Muon and their like."""
+_FEW = 0.1
+"""Density from which on a sparsifier sends a seventh of the bytes or more."""
+
+
+def check_optimizers(
+    compressor: Compressor, memory: Memory, optimizers: Iterable[torch.optim.Optimizer]
+) -> None:
+    """Refuse optimizers that conflict with the memory; warn on rank 0 of Adam's momentum.
+
+    Measured with error feedback, beyond 7 times fewer bytes: docs/choosing-a-compressor.md.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group in groups:
+        memory.check_optimizer(group)
+    knob, first = compressor.knob, not dist.is_initialized() or dist.get_rank() == 0
+    many = knob is not None and knob.field == "density" and (compressor.level or 0) >= _FEW
+    few = compressor.traits.kind in ("sparsifier", "low rank") and memory.feeds_back and not many
+    if first and few and any(group.keys() >= _ADAM and group["betas"][0] > 0 for group in groups):
+        warnings.warn(
+            f"Adam's momentum cost sparsifiers and low-rank methods such as {compressor} 0.3 to 0.5 "
+            f"nats: write betas=(0.0, 0.999), and tune the learning rate again.",
+            stacklevel=2,
         )
 
 

@@ -21,7 +21,7 @@ from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.engine import Engine
 from lightning_gc.exchange import Configuration, Workers, configure
 from lightning_gc.exchange.peers import Parts
-from lightning_gc.exchange.validation import check_controller
+from lightning_gc.exchange.validation import check_controller, check_optimizers
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import learning_rates_of
 from lightning_gc.flavours import EitherLightning, package_of
@@ -148,7 +148,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         compressor: Compressor | str,
         memory: Memory | str | None,
         scheme: Scheme | str | None,
-        controller: Controller | None,
+        controller: Controller | str | None,
         seed: int,
         state: Literal["full", "mean", "off"],
         state_dtype: Literal["float32", "bfloat16"],
@@ -158,10 +158,9 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         self.compressor, self.memory = configuration.compressor, configuration.memory
         self.scheme, self.seed = configuration.scheme, configuration.seed
-        check_controller(
+        self.controller = check_controller(
             controller, self.compressor, self.memory, owner, rounds=self._exchanges_rounds
         )
-        self.controller = controller
         self.control_loop: ControlLoop | None = None
         self.local_workers = self._workers_of(configuration)
         self._configure_state(state, state_dtype)
@@ -285,12 +284,10 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; refuse settings that conflict with the memory."""
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                self._check_optimizer(group)
+        self._check_optimizers()
 
-    def _check_optimizer(self, group: Mapping[str, Any]) -> None:
-        self.memory.check_optimizer(group)
+    def _check_optimizers(self) -> None:
+        check_optimizers(self.compressor, self.memory, self.optimizers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass, at weights moved ahead if the memory has ``lookahead``."""

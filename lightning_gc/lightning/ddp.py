@@ -97,7 +97,7 @@ class CompressedDDP(RealWorker):
         compressor: Compressor | str,
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
-        controller: Controller | None = None,
+        controller: Controller | str | None = None,
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",

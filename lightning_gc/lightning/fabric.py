@@ -78,7 +78,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         compressor: Compressor | str,
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
-        controller: Controller | None = None,
+        controller: Controller | str | None = None,
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
         verify: Verify = 0,
@@ -92,9 +92,11 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
             raise ValueError(f"{owner}(state={state!r}): use 'full', 'mean' or 'off'.")
         self.configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         parts = self.configuration
-        check_controller(controller, parts.compressor, parts.memory, owner, rounds=False)
+        self.controller = check_controller(
+            controller, parts.compressor, parts.memory, owner, rounds=False
+        )
         verification(verify, owner)
-        self.controller, self.verify, self.state = controller, verify, state
+        self.verify, self.state = verify, state
         self._attached: dict[nn.Module, Attached] = {}  # by the wrapped module
         self._optimizers: list[Optimizer] = []
         super().__init__(**ddp_kwargs)

@@ -136,8 +136,8 @@ class CompressedFSDP(ShardedStrategy):
         min_numel: int = MIN_NUMEL,
         *,
         weights: Weights | None = None,
-        controller: Controller | None = None,
-        weights_controller: Controller | None = None,
+        controller: Controller | str | None = None,
+        weights_controller: Controller | str | None = None,
         hops: Literal[1, 2] = 1,
         workers_per_node: int | None = None,
         state: Literal["full", "mean", "off"] = "full",
@@ -155,11 +155,11 @@ class CompressedFSDP(ShardedStrategy):
         self.hops, self.workers_per_node = hops, workers_per_node
         scheme = ReduceScatter(workers_per_node or 1)
         limit = MIN_NUMEL if gradients is None else min_numel
-        refuse_curves(_OWNER, controller)
         self._configure(given, memory, scheme, controller, seed, state, "float32", limit)
+        refuse_curves(_OWNER, self.controller)
         self.weights = weights
         self._gathers = None if weights is None else weights_of(_OWNER, weights, seed, min_numel)
-        self.controller = with_weights(_OWNER, controller, weights_controller, self._gathers)
+        self.controller = with_weights(_OWNER, self.controller, weights_controller, self._gathers)
         refuse_errors(_OWNER, self.compressor, self.memory, memory is not None)
         check_verify(_OWNER, verify)
         self.verify = verify

@@ -98,7 +98,7 @@ class CompressedHSDP(ShardedStrategy):
         compressor: Compressor | str,
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
-        controller: Controller | None = None,
+        controller: Controller | str | None = None,
         seed: int = 0,
         replicas: int | Literal["auto"] = "auto",
         bucket_cap_mb: float = 25,
@@ -117,8 +117,8 @@ class CompressedHSDP(ShardedStrategy):
             )
         check_bucket_cap(_OWNER, bucket_cap_mb)
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
-        refuse_curves(_OWNER, controller)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
+        refuse_curves(_OWNER, self.controller)
         verification(verify, _OWNER)
         self.verify = verify
         super().__init__(**model_parallel_kwargs)

@@ -340,7 +340,7 @@ class LocalHooks(CompressedStrategy):
         every = self.plan.every if self._rounds is None else self._rounds.every
         return in_rounds(super()._moment(trainer, batch), every)
 
-    def _check_optimizer(self, group: Any) -> None:
+    def _check_optimizers(self) -> None:
         """No check: a memory's momentum acts per round, an optimizer's per step."""
 
 
@@ -508,7 +508,7 @@ class LocalSteps(LocalHooks, RealWorker):
         compressor: Compressor | str,
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
-        controller: Controller | None = None,
+        controller: Controller | str | None = None,
         every: int | GrowingRounds = 32,
         outer: Outer = OuterSGD(),  # noqa: B008 - frozen
         delay: int = 0,
@@ -541,7 +541,7 @@ class LocalSteps(LocalHooks, RealWorker):
         check_elastic(elastic, owner)
         if elastic is not None:
             configuration = self.local_workers.configuration
-            parts = (controller, configuration, verify, outer, unequal)
+            parts = (self.controller, configuration, verify, outer, unequal)
             refuse_elastic(owner, elastic, self.plan, *parts)
         self.elastic = elastic
         self._exchange: ElasticExchange | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_gc.control.control_loop import decision_of
 from lightning_gc.controllers import Controller, Decision, Needs, Observation
 from lightning_gc.controllers.base import KnobLike, State
-from lightning_gc.exchange.validation import check_controller_class
+from lightning_gc.exchange.validation import make_controller
 from lightning_gc.sharded.unit_gathers import WeightSettings
 
 
@@ -70,7 +70,7 @@ class BothKnobs(Controller):
 def with_weights(
     owner: str,
     controller: Controller | None,
-    weights_controller: Controller | None,
+    weights_controller: Controller | str | None,
     settings: WeightSettings | None,
 ) -> Controller | None:
     """Return the controller of both knobs; ``controller`` if weights have none.
@@ -86,8 +86,8 @@ def with_weights(
     """
     if weights_controller is None:
         return controller
-    check_controller_class(weights_controller, owner, "weights_controller")
-    said = f"{owner}(weights_controller={weights_controller!r})"
+    weights_controller = make_controller(weights_controller, owner, "weights_controller")
+    said = f"{owner}(weights_controller={weights_controller})"
     if settings is None:
         raise ValueError(
             f"{said}: weights are not compressed. Use weights=Uniform(8, block_size=64) too, or "

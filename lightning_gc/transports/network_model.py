@@ -1,6 +1,7 @@
 """Estimate the seconds of communication from counted bytes, bandwidth and latency."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -141,3 +142,32 @@ class NetworkModel(Settings):
             "all_gather": ((workers - 1) * message_bytes, workers - 1),
         }[self.topology]
         return 8 * nbytes / (self.bandwidth_gbps * 1e9) + hops * self.latency_us * 1e-6
+
+
+def rate(text: str, whose: str) -> float:
+    """Return 10⁹ bits per second of ``"1gbit"`` or ``"100mbit"``.
+
+    Args:
+        text: as written.
+        whose: what it was written for, for the error message.
+
+    Raises:
+        ValueError: the text is not a rate.
+
+    Example:
+        >>> rate("2.5gbit", "--link "), rate("100 Mbit", "--link ")
+        (2.5, 0.1)
+    """
+    units = {"g": 1.0, "m": 1e-3}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([gm])bit", text.strip(), re.IGNORECASE)
+    if found is not None and float(found[1]) > 0:
+        return float(found[1]) * units[found[2].lower()]
+    near = re.match(r"\s*(\d+(?:\.\d+)?)\s*([gm])(i?b(?:yte)?s?/s|i?byte)?", text, re.IGNORECASE)
+    meant = ""
+    if near is not None and float(near[1]) > 0:
+        in_bytes = "yte" in (near[3] or "").lower() or "B" in (near[3] or "")
+        number = float(near[1]) * (8 if in_bytes else 1)
+        meant = f" (did you mean {number:g}{near[2].lower()}bit?)"
+    raise ValueError(
+        f"{whose}{text!r} is not a rate{meant}. Write it as 1gbit, 2.5gbit or 100mbit."
+    )

@@ -19,7 +19,7 @@ import yaml
 from lightning_gc import cli
 from lightning_gc.advice import session
 from lightning_gc.advice.advising import Advice, show
-from lightning_gc.advice.alpha_beta import Link, LinkByKind, rate
+from lightning_gc.advice.alpha_beta import Link, LinkByKind
 from lightning_gc.advice.prediction import WHOLE, Prediction, Situation, pieces_for, predict
 from lightning_gc.advice.report import Verdict, strategy_section
 from lightning_gc.advice.session import Session
@@ -27,6 +27,7 @@ from lightning_gc.advice.timeline import Module
 from lightning_gc.advice.traces import Asked, Trace
 from lightning_gc.bench.baselines import FP16, PLAIN
 from lightning_gc.controllers import BySize, Chain, Fixed
+from lightning_gc.transports.network_model import rate
 from lightning_gc.tuning import Method
 from tests.processes.test_bench import CONFIG, LOCAL, Line
 from tests.support.fitting import unwarned
@@ -310,4 +311,9 @@ def test_a_method_keeps_its_controller(controller: Any, written: Any) -> None:
 
 
 def test_rates() -> None:
-    assert [rate(t) for t in ("1gbit", "2.5Gbit", "100mbit", "50 Mbit")] == [1.0, 2.5, 0.1, 0.05]
+    assert [rate(t, "") for t in ("1gbit", "2.5Gbit", "100mbit", "50 Mbit")] == [
+        1.0,
+        2.5,
+        0.1,
+        0.05,
+    ]

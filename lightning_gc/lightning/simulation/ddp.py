@@ -37,7 +37,8 @@ class SimulatedDDP(SimulatedWorkers):
         scheme: how payloads become a mean.
         controller: chooses levels, epoch by epoch.
         workers: W, the number of simulated workers.
-        network: converts bytes to the seconds that ``CompressionMonitor`` shows.
+        network: converts bytes to the seconds that ``CompressionMonitor`` shows; or a rate, such
+            as ``"1gbit"``.
         seed: of the compressor's private random numbers.
         state: errors in checkpoints; the same files as real workers write, so that a simulated run
             can resume as a real one and vice versa.
@@ -78,10 +79,10 @@ class SimulatedDDP(SimulatedWorkers):
         compressor: Compressor | str,
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
-        controller: Controller | None = None,
+        controller: Controller | str | None = None,
         *,
         workers: int,
-        network: NetworkModel = NetworkModel(),  # noqa: B008 - frozen
+        network: NetworkModel | str = NetworkModel(),  # noqa: B008 - frozen
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",

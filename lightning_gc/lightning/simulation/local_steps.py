@@ -78,7 +78,8 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         speeds: of each worker, in steps per second; ``compression/predicted_seconds`` is then how
             long the run would have taken, by these and ``network``. Nothing is slowed down. Not
             with ``roll``.
-        network: converts bytes to the seconds that ``CompressionMonitor`` shows.
+        network: converts bytes to the seconds that ``CompressionMonitor`` shows; or a rate, such
+            as ``"1gbit"``.
         seed: of the compressor's private random numbers.
         state: in checkpoints; the same files as real workers write, so that a simulated run can
             resume as a real one and vice versa.
@@ -118,7 +119,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         compressor: Compressor | str,
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
-        controller: Controller | None = None,
+        controller: Controller | str | None = None,
         every: int | GrowingRounds = 32,
         outer: Outer = OuterSGD(),  # noqa: B008 - frozen
         delay: int = 0,
@@ -130,7 +131,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         workers: int | None = None,
         roll: Roll | str | None = None,
         speeds: Sequence[float] | None = None,
-        network: NetworkModel = NetworkModel(),  # noqa: B008 - frozen
+        network: NetworkModel | str = NetworkModel(),  # noqa: B008 - frozen
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
@@ -161,7 +162,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         rounds = every, outer, delay, merge, fragments, show, state, moments, unequal, island
         self._configure_rounds(*rounds)
         if self._replay is not None:
-            parts = (controller, self.local_workers.configuration, 0, outer, unequal)
+            parts = (self.controller, self.local_workers.configuration, 0, outer, unequal)
             refuse_elastic(owner, "a roll", self.plan, *parts)
         if unequal is not None:
             unequal.check_workers(owner, self.workers)

@@ -19,7 +19,7 @@ from lightning_gc.lightning.base import CompressedStrategy
 from lightning_gc.lightning.simulation.communication import Communication
 from lightning_gc.lightning.simulation.sharded_loader import deal, is_dealable
 from lightning_gc.transports.accounting import COMPUTE
-from lightning_gc.transports.network_model import NetworkModel
+from lightning_gc.transports.network_model import NetworkModel, rate
 from lightning_gc.transports.simulated import Ledger
 
 
@@ -73,17 +73,19 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         self,
         compressor: Compressor | str,
         workers: int,
-        network: NetworkModel,
+        network: NetworkModel | str,
         kwargs: dict[str, Any],
     ) -> None:
         """Check and keep arguments that no real strategy has."""
         owner = type(self).__name__
         if not isinstance(workers, int) or workers < 1:
             raise ValueError(f"{owner}(workers={workers!r}): give a whole number, 1 or more.")
+        if isinstance(network, str):
+            network = NetworkModel(rate(network, f"{owner}(network=...): "))
         if not isinstance(network, NetworkModel):
             raise ValueError(
                 f"{owner}(network={network!r}): give an instance, such as "
-                f"NetworkModel(bandwidth_gbps=10.0)."
+                f"NetworkModel(bandwidth_gbps=10.0), or a rate, such as '1gbit'."
             )
         if kwargs.pop("verify", 0):
             raise ValueError(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_gc import cli
-from lightning_gc.advice.alpha_beta import Link, at_rate, rate
+from lightning_gc.advice.alpha_beta import Link, at_rate
 from lightning_gc.advice.costs import segment_trace
 from lightning_gc.advice.prediction import METHODS, WHOLE, Situation, predict
 from lightning_gc.advice.timeline import Module
@@ -24,6 +24,7 @@ from lightning_gc.advice.what_if import (
     verdict,
 )
 from lightning_gc.methods.method import Method, parse_method
+from lightning_gc.transports.network_model import rate
 from tests.support.processes import ROOT
 
 SHAPES: Shapes = {
@@ -206,7 +207,12 @@ def test_numbers() -> None:
         124_439_808,
         1_000,
     ]
-    assert [rate(t) for t in ("1gbit", "2.5Gbit", "100mbit", "50 Mbit")] == [1.0, 2.5, 0.1, 0.05]
+    assert [rate(t, "") for t in ("1gbit", "2.5Gbit", "100mbit", "50 Mbit")] == [
+        1.0,
+        2.5,
+        0.1,
+        0.05,
+    ]
 
 
 def test_costs_are_shipped_for_every_method_that_advise_tries() -> None:
