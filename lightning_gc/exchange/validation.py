@@ -104,8 +104,8 @@ def check_optimizers(
     few = compressor.traits.kind in ("sparsifier", "low rank") and memory.feeds_back and not many
     if first and few and any(group.keys() >= _ADAM and group["betas"][0] > 0 for group in groups):
         warnings.warn(
-            f"Adam's momentum cost sparsifiers and low-rank methods such as {compressor} 0.3 to 0.5 "
-            f"nats: write betas=(0.0, 0.999), and tune the learning rate again.",
+            f"Adam's momentum cost sparsifiers and low-rank methods such as {compressor} 0.3 to "
+            f"0.5 nats: write betas=(0.0, 0.999), and tune the learning rate again.",
             stacklevel=2,
         )
 

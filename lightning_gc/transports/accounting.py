@@ -29,16 +29,17 @@ class Account:
         message_bytes: bytes of its messages, each counted once for any number of receivers; in
             simulations only.
         node_bytes: bytes sent within its node, by a scheme with nodes; not in ``wire_bytes``.
-        weight_bytes: the part of ``wire_bytes`` for gathers of weights, in FSDP.
-        dense_weight_bytes: bytes of the same gathers uncompressed.
+        weight_bytes: the part of ``wire_bytes`` for gathers of weights that are compressed, in
+            FSDP. None: there are none, and gathers by FSDP2 itself are not counted.
+        dense_weight_bytes: bytes of the same gathers uncompressed, or None.
         seconds: phase -> seconds; empty if nothing was timed.
     """
 
     wire_bytes: int = 0
     message_bytes: int = 0
     node_bytes: int = 0
-    weight_bytes: int = 0
-    dense_weight_bytes: int = 0
+    weight_bytes: int | None = None
+    dense_weight_bytes: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
 

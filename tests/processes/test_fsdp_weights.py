@@ -137,7 +137,7 @@ def share(policy: MixedPrecisionPolicy) -> float:
         net(torch.randn(4, 256)).square().mean().backward()
     account, engine = handle.account(), handle._workers.first
     handle.close()
-    dense = engine.dense_bytes(engine.tally.grad_bytes) + account.dense_weight_bytes
+    dense = engine.dense_bytes(engine.tally.grad_bytes) + (account.dense_weight_bytes or 0)
     return account.wire_bytes / dense
 
 

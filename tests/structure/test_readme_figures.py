@@ -2,11 +2,15 @@
 
 import importlib
 import json
+import logging
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.support.fitting import unwarned
 
 ROOT = Path(__file__).parents[2]
 README = " ".join((ROOT / "README.md").read_text().split())
@@ -85,3 +89,25 @@ def test_shares_of_the_bytes_are_those_of_the_same_model(plot: Any) -> None:
     for method, ratio in (("QSGD(4)", 8), ("TopK(0.01)", 72)):
         assert f"`{method}`, 1/{ratio} of the bytes" in README
         assert abs(dense / part["rows"][method]["bytes"] - ratio) < 0.6, method
+
+
+@pytest.mark.slow
+def test_the_program_prints_what_the_table_says(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many times less as README says, within the table's range, and shares of one whole."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.INFO, "pytorch_lightning"), unwarned():
+        exec(code, names := {"__name__": "readme"})
+    (line,) = [r.getMessage() for r in caplog.records if "Compression: " in r.getMessage()]
+    ratio = float(names["trainer"].callback_metrics["compression/total_ratio"])
+    said = re.search(r"`TopK\(0\.01\)` \| 1/(\d+) to 1/(\d+) \|", README)
+    assert said is not None
+    assert int(said[1]) <= ratio <= int(said[2])
+    assert f"each worker sent {ratio:.0f} times less than with plain DDP" in README
+    assert f", {ratio:.0f} times less. On links of 1 Gbit/s compressing would take " in line
+    numel = sum(param.numel() for param in names["model"].parameters())
+    assert f"The model has {numel / 1e6:.1f} million parameters." in README
+    assert sum(int(share) for share in re.findall(r"(\d+)%", line)) < 100
+    assert re.search(r" A step would be .* plain DDP's\.", line)

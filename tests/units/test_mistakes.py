@@ -4,11 +4,15 @@
 only a fit can show are in tests of their own.
 """
 
+import inspect
 import re
+import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import STRATEGY_REGISTRY
 
@@ -16,7 +20,10 @@ import lightning_gc
 from lightning_gc import controllers
 from lightning_gc.control.control_loop import decision_of
 from lightning_gc.controllers import Controller, Observation
+from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.lightning import for_lightning
+from tests.support.fitting import fit, unwarned
+from tests.support.models import Plain, common_batches
 
 MISTAKES = [
     # compressors by name and class
@@ -105,6 +112,12 @@ MISTAKES = [
     ("TopK(density=1.0)", None),  # all of it: allowed
     ("TopK(1.0)", None),
     (
+        "TopK(1)",
+        "TopK(1): density is a share, and 1 sends every element. Write TopK(0.01) for one "
+        "percent, or density=1.0 for all.",
+    ),
+    ("QSGD(0.01)", "QSGD(bits=0.01): bits is a whole number; use 4."),
+    (
         "TopK(1.5)",
         "TopK(density=1.5): density is the share of elements sent and ...; use 0.01 ...",
     ),
@@ -145,7 +158,95 @@ MISTAKES = [
         "SimulatedDDPStrategy(TopK(), workers=2, devise='cpu')",
         "SimulatedDDPStrategy(devise=...): unknown argument (did you mean 'device'?).",
     ),
+    (
+        "CompressedDDPStrategy(TopK(), error_feedback=False)",
+        "CompressedDDPStrategy(error_feedback=...): unknown argument; memory=NoMemory() turns it "
+        "off, memory=ErrorFeedback() on.",
+    ),
+    (
+        "SimulatedLocalStepsStrategy(QSGD(4), workers=2, error_feedback=True)",
+        "SimulatedLocalStepsStrategy(error_feedback=...): ...; memory=NoMemory() turns it off, ...",
+    ),
+    (
+        "CompressedFabricStrategy(TopK(), error_feedback=False)",
+        "CompressedFabricStrategy(error_feedback=...): ...; memory=NoMemory() turns it off, ...",
+    ),
+    ("TopK(k=100)", "TopK(k=...): unknown argument (did you mean 'density'?)."),
+    ("TopK(ratio=0.01)", "TopK(ratio=...): unknown argument (did you mean 'density'?)."),
+    (
+        "TopK(colour=4)",
+        "TopK(colour=...): unknown argument; it takes density, value_dtype and selection.",
+    ),
+    ("TwoShot(colour=4)", "TwoShot(colour=...): unknown argument; it takes none."),
+    ("ErrorFeedback(decai=0.9)", "ErrorFeedback(decai=...): ... (did you mean 'decay'?)."),
+    (
+        "NetworkModel(bandwidth='1gbit')",
+        "NetworkModel(bandwidth=...): unknown argument (did you mean 'bandwidth_gbps'?).",
+    ),
+    (
+        "CompressionMonitor(every=10)",
+        "CompressionMonitor(every=...): unknown argument; Trainer(log_every_n_steps=...) says how "
+        "often it logs.",
+    ),
+    ("CompressionMonitor(10)", "CompressionMonitor was given 1 without a name; it takes none."),
+    (
+        "TopK(0.01, 'float32', 'exact', 4)",
+        "TopK was given 4 without a name; it takes at most 3: density, value_dtype and selection.",
+    ),
+    (
+        "TopK(0.01, density=0.1)",
+        "TopK(density=...): the first arguments, without a name, give it already.",
+    ),
+    (
+        "CompressedDDPStrategy()",
+        "CompressedDDPStrategy needs compressor; write CompressedDDPStrategy(compressor=...).",
+    ),
+    (
+        "SimulatedDDPStrategy(TopK(0.01))",
+        "SimulatedDDPStrategy needs workers; write SimulatedDDPStrategy(..., workers=...).",
+    ),
+    (
+        "SimulatedLocalStepsStrategy()",
+        "SimulatedLocalStepsStrategy needs compressor; write ...(compressor=...).",
+    ),
+    ("CompressedFabricStrategy()", "CompressedFabricStrategy needs compressor; write ..."),
+    ("SizeSwitch()", "SizeSwitch needs inner; write SizeSwitch(inner=...)."),
+    # what messages show
+    (
+        "CompressedDDPStrategy(TopK(0.01), scheme=AllReduce())",
+        "AllReduce() averages payloads, but payloads of TopK(0.01) are not linear: ...",
+    ),
+    (
+        "CompressedDDPStrategy(SignSGD(), memory=ErrorFeedback(decay=0.9))",
+        "ErrorFeedback(decay=0.9) feeds back what was not sent, but the result of SignSGD() is ...",
+    ),
+    # callbacks and networks
+    (
+        "Trainer(callbacks=[CompressionMonitor], logger=False)",
+        "Trainer(callbacks=[CompressionMonitor]): that is a class; give an instance of it, "
+        "CompressionMonitor().",
+    ),
+    ("SimulatedDDPStrategy(TopK(), workers=2, network='1gbit')", None),
+    (
+        "SimulatedDDPStrategy(TopK(), workers=2, network='1 GB/s')",
+        "SimulatedDDPStrategy(network=...): '1 GB/s' is not a rate (did you mean 8gbit?). ...",
+    ),
     # controllers
+    ("CompressedDDPStrategy(QSGD(4), controller='dqsgd')", None),
+    (
+        "CompressedDDPStrategy(TopK(), controller='accordion')",
+        "Accordion needs low and high; write Accordion(low=..., high=...).",
+    ),
+    (
+        "LocalStepsStrategy(TopK(), controller='Accordeon')",
+        "'Accordeon' is not a controller (did you mean 'accordion'?); give an instance: "
+        "Accordion(low=..., high=...).",
+    ),
+    (
+        "CompressedFabricStrategy(QSGD(4), controller='dqsdg')",
+        "'dqsdg' is not a controller (did you mean 'dqsgd'?); give that name, or an instance: ...",
+    ),
+    ("controllers.Accordion()", "Accordion needs low and high; write ..."),
     (
         "CompressedDDPStrategy(TopK(), controller=controllers.Accordion)",
         "CompressedDDPStrategy(controller=Accordion): that is a class; give an instance of it, "
@@ -223,6 +324,104 @@ def test_each_gets_its_sentence(code: str, sentence: str | None) -> None:
     literal = re.escape(sentence)
     said = str(caught.value)
     assert re.fullmatch(f"{pattern}|{literal}", said, re.DOTALL), said
+
+
+@pytest.mark.parametrize("name", sorted({*lightning_gc.__all__, *controllers.__all__}))
+def test_no_public_class_refuses_an_argument_in_pythons_words(name: str) -> None:
+    """Each class, called with an argument that it does not know, and with 1 as a share."""
+    cls: Any = getattr(lightning_gc, name, None) or getattr(controllers, name)
+    if not isinstance(cls, CheckedCalls) or inspect.isabstract(cls):
+        assert name in PYTHONS_WORDS or not isinstance(cls, type) or inspect.isabstract(cls)
+        return
+    takes = list(inspect.signature(cls).parameters)
+    assert takes == list(inspect.signature(cls.__init__).parameters)[1:]
+    with pytest.raises(ValueError, match=rf"^{cls.__name__}(\(colour=\.\.\.\): unknown| needs )"):
+        cls(colour=4)
+    if takes[:1] == ["density"]:
+        with pytest.raises(ValueError, match=r"density is a share, and 1 sends every element"):
+            cls(1)
+        assert cls(density=1.0).density == 1.0
+
+
+PYTHONS_WORDS = {"Curve", "Decision", "ExchangeRecord", "FittedLink", "LocalSteps", "Needs"}
+PYTHONS_WORDS |= {"Observation", "Point", "Roll", "Together"}
+"""Classes that only controllers make, and those that check their arguments themselves."""
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("Topk", "from lightning_gc import TopK"),
+        ("ErrorFeedBack", "from lightning_gc import ErrorFeedback"),
+        ("TotalErrorBudget", "from lightning_gc.controllers import TotalErrorBudget"),
+        ("Acordion", "from lightning_gc.controllers import Accordion"),
+    ],
+)
+def test_a_misspelt_import_says_what_to_write(name: str, meant: str) -> None:
+    said = f"has no attribute '{name}'; did you mean `{meant}`"
+    with pytest.raises(ImportError, match=said):
+        exec(f"from lightning_gc import {name}")
+    with pytest.raises(AttributeError, match=said):
+        getattr(lightning_gc, name)
+    assert not hasattr(lightning_gc, name)
+
+
+def test_two_monitors_are_refused_when_training_begins() -> None:
+    monitors = [lightning_gc.CompressionMonitor(), lightning_gc.CompressionMonitor()]
+    strategy = lightning_gc.SimulatedDDPStrategy(lightning_gc.TopK(0.1), workers=2)
+    with unwarned(), pytest.raises(ValueError, match=r"two CompressionMonitors.*; give one\."):
+        fit(strategy, Plain, lambda: common_batches(48, 4), callbacks=monitors)
+
+
+class Adam(Plain):
+    """Trained by AdamW.
+
+    Args:
+        momentum: β₁.
+        optimizer: its class.
+    """
+
+    def __init__(self, momentum: float = 0.9, optimizer: Any = torch.optim.AdamW) -> None:
+        super().__init__()
+        self.momentum, self.optimizer = momentum, optimizer
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), betas=(self.momentum, 0.999))
+
+
+WARNED = (
+    "Adam's momentum cost sparsifiers and low-rank methods such as {} 0.3 to 0.5 nats: write "
+    "betas=(0.0, 0.999), and tune the learning rate again."
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "shown"),
+    [
+        ("SimulatedDDPStrategy(TopK(0.01), workers=2)", Adam, "TopK(0.01)"),
+        ("SimulatedDDPStrategy(PowerSGD(1), workers=2)", Adam, "PowerSGD(1)"),
+        (
+            "SimulatedDDPStrategy(TopK(0.01), workers=2)",
+            partial(Adam, optimizer=torch.optim.Adam),
+            "TopK(0.01)",
+        ),
+        ("SimulatedDDPStrategy(TopK(0.01), workers=2)", partial(Adam, 0.0), None),
+        ("SimulatedDDPStrategy(TopK(0.01), workers=2)", Plain, None),
+        ("SimulatedDDPStrategy(TopK(0.5), workers=2)", Adam, None),  # too many bytes
+        ("SimulatedDDPStrategy(QSGD(4), workers=2)", Adam, None),
+        ("SimulatedDDPStrategy(TopK(0.01), memory=NoMemory(), workers=2)", Adam, None),
+        ("SimulatedLocalStepsStrategy(TopK(0.01), workers=2, every=2)", Adam, None),
+    ],
+)
+def test_adams_momentum_with_few_bytes_is_warned_of_once(
+    strategy: str, model: Any, shown: str | None
+) -> None:
+    names = {name: getattr(lightning_gc, name) for name in lightning_gc.__all__}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(eval(strategy, names), model, lambda: common_batches(48, 4))  # noqa: S307 - rows
+    found = [str(each.message) for each in caught if "momentum" in str(each.message)]
+    assert found == ([WARNED.format(shown)] if shown else [])
 
 
 def test_names_that_lightnings_messages_advise() -> None:

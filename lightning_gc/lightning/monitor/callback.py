@@ -319,7 +319,8 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         if engine.tally.local_steps:
             method += f" in {engine.step} exchanges"
         network = strategy.network
-        return summary(method, total, total.averages(engine.workers, network), network)
+        averages = total.averages(engine.workers, network)
+        return summary(method, total, averages, network, engine.workers)
 
     def _show(self, trainer: Any) -> None:
         """Bring TensorBoard's pages up to date. All ranks come here: Lightning may reduce."""

@@ -153,8 +153,8 @@ class Sums:
             steps=now.local_steps - before.local_steps if now.local_steps else 1 - shown.steps,
             wire_bytes=account.wire_bytes,
             dense_bytes=engine.dense_bytes(now.plain_bytes - before.plain_bytes)
-            + account.dense_weight_bytes,
-            weight_bytes=account.weight_bytes,
+            + (account.dense_weight_bytes or 0),
+            weight_bytes=account.weight_bytes or 0,
             elements=now.elements - before.elements,
             sent=now.sent - before.sent,
             payload_bytes=now.payload_bytes - before.payload_bytes,
@@ -219,7 +219,11 @@ def ratio(dense_bytes: float, wire_bytes: float) -> float:
 
 
 def summary(
-    method: str, total: Totals, averages: Mapping[str, float], network: NetworkModel | None = None
+    method: str,
+    total: Totals,
+    averages: Mapping[str, float],
+    network: NetworkModel | None = None,
+    workers: int = 1,
 ) -> str:
     """Return what compression saved and what it cost, as one line.
 
@@ -228,6 +232,7 @@ def summary(
         total: worker 0's totals of the fit.
         averages: ``total.averages()``.
         network: the assumed one of simulated workers. None: messages were timed.
+        workers: W of simulated workers, with which a step is compared with plain DDP's.
 
     Example:
         >>> total = Totals(steps=4, wire_bytes=2e6, dense_bytes=8e6)
@@ -250,7 +255,31 @@ def summary(
             f"Compression: {method} sent {human_bytes(sent)} instead of {human_bytes(dense)} per "
             f"worker"
         )
-    return f"{text}, {_times(ratio(dense, sent))}.{_cost(averages, network)}"
+    text = f"{text}, {_times(ratio(dense, sent))}.{_cost(averages, network)}"
+    if network is None or workers == 1 or "compute_seconds" not in averages:
+        return text
+    return f"{text} A step would be {_speed(total, averages, network, workers)} plain DDP's."
+
+
+def _speed(
+    total: Totals, averages: Mapping[str, float], network: NetworkModel, workers: int
+) -> str:
+    """Return how fast a step of simulated workers would be, compared with uncompressed ones."""
+    dense = total.dense_bytes / total.steps
+    message = dense * workers / (2 * (workers - 1))  # on a ring, it is sent in so many parts
+    ours = sum(value for name, value in averages.items() if name in _PHASES)
+    plain = averages["compute_seconds"] + network.seconds(workers, message, dense)
+    factor = max(plain / ours, ours / plain)
+    if factor < 1.05:
+        return "as fast as"
+    return f"{factor:.1f} times {'as fast as' if plain > ours else 'as long as'}"
+
+
+_PHASES = (
+    *(f"{phase}_seconds" for phase in (COMPUTE, COMPRESS, DECODE)),
+    "communication_seconds_estimated",
+)
+"""Of a step of simulated workers, which overlap nothing."""
 
 
 def _times(saved: float) -> str:
