@@ -132,7 +132,7 @@ def trained(way: str, seed: int, steps: int, data: tuple[Tensor, Tensor, int]) -
     found |= {"train": train_loss, "valid": valid_loss}
     if account is not None:
         found["bytes"] = account.wire_bytes / steps
-        found["weight_bytes"] = account.weight_bytes / steps
+        found["weight_bytes"] = (account.weight_bytes or 0) / steps
     return found
 
 

@@ -99,7 +99,8 @@ def test_the_program_prints_what_the_table_says(
     (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
     monkeypatch.chdir(tmp_path)
     with caplog.at_level(logging.INFO, "pytorch_lightning"), unwarned():
-        exec(code, names := {"__name__": "readme"})
+        names: dict[str, Any] = {"__name__": "readme"}
+        exec(code, names)
     (line,) = [r.getMessage() for r in caplog.records if "Compression: " in r.getMessage()]
     ratio = float(names["trainer"].callback_metrics["compression/total_ratio"])
     said = re.search(r"`TopK\(0\.01\)` \| 1/(\d+) to 1/(\d+) \|", README)
