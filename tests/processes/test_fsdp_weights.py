@@ -86,6 +86,7 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     found["resumed"] = resumes(rank)
     found["levels"] = levels(rank)
     found["shares"] = [share(policy) for policy in (MixedPrecisionPolicy(), BFLOAT16)]
+    found["uncounted"] = uncounted()
     options: dict[str, Any] = {"weights": LEVELLED["differences"], "memory": ERRORS}
     options["weights_controller"] = Schedule((4, 6))
     path = str(Path(folder, "first.ckpt"))
@@ -137,8 +138,19 @@ def share(policy: MixedPrecisionPolicy) -> float:
         net(torch.randn(4, 256)).square().mean().backward()
     account, engine = handle.account(), handle._workers.first
     handle.close()
-    dense = engine.dense_bytes(engine.tally.grad_bytes) + (account.dense_weight_bytes or 0)
+    assert account.dense_weight_bytes is not None
+    dense = engine.dense_bytes(engine.tally.grad_bytes) + account.dense_weight_bytes
     return account.wire_bytes / dense
+
+
+def uncounted() -> bool:
+    """Whether the account of a loop whose weights FSDP2 gathers itself says that none is counted."""
+    net: Any = fully_shard(nn.Linear(256, 256))
+    handle = attach(net, QSGD(4))
+    net(torch.randn(4, 256)).square().mean().backward()
+    account = handle.account()
+    handle.close()
+    return account.weight_bytes is account.dense_weight_bytes is None and account.wire_bytes > 0
 
 
 def resumes(rank: int) -> tuple[bool, list[str]]:
@@ -316,6 +328,7 @@ def test_a_fit_resumes_bit_for_bit(looped: Any) -> None:
 def test_less_than_a_quarter_is_sent(looped: Any) -> None:
     """Two gathers in 8 bits and a reduce-scatter in 4, for three transfers of 32 or 16."""
     for rank in looped:
+        assert rank["uncounted"]
         wide, narrow = rank["shares"]
         assert wide < 0.24
         assert narrow < 0.45

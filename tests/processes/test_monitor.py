@@ -2,6 +2,7 @@
 
 import csv
 import logging
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
+from lightning_gc import QSGD
+from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor, LocalStepsStrategy
+from tests.support.accelerator import BACKEND
 from tests.support.fitting import ddp, fit
 from tests.support.processes import run_in_processes
 
@@ -87,6 +90,43 @@ def train(worker: int, folder: str, kind: str, accumulate: int = 1) -> dict[str,
 # to 16 bytes.
 CODED = -(-50 * 6 // 8) + -(-(50 + (4999 >> 6) + 1) // 8)
 WIRE = -(-(50 * 4 + CODED + (50 + 1) * 4) // 16) * 16
+
+
+class SlowStart(Small):
+    """Needs 1,000 seconds for each of its first two steps, by the hand of the clock."""
+
+    ahead = 0.0
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step < 2:
+            type(self).ahead += 1000.0
+        return super().training_step(batch, batch_idx)
+
+
+def started(worker: int, every: int | None) -> dict[str, Any]:
+    clock = time.perf_counter
+    time.perf_counter = lambda: clock() + SlowStart.ahead  # type: ignore[assignment]
+    rows = torch.randn(16 * 8, 100, generator=torch.Generator().manual_seed(worker))
+    strategy: Any = ddp("topk")
+    if every is not None:
+        strategy = LocalStepsStrategy(QSGD(4), every=every, process_group_backend=BACKEND)
+    return fit(
+        strategy,
+        SlowStart,
+        DataLoader(rows, batch_size=8),  # type: ignore[arg-type]
+        devices=2,
+        callbacks=[CompressionMonitor()],
+        use_distributed_sampler=False,
+    )["seconds"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("every", [None, 4])
+def test_the_start_up_of_a_fit_is_no_step(every: int | None) -> None:
+    for seconds in run_in_processes(started, 2, every):
+        assert 0 < seconds["compression_epoch/step_seconds"] < 50
+        shares = [value for name, value in seconds.items() if name.endswith("_share")]
+        assert len(shares) == 3
+        assert sum(shares) <= 1 + 1e-9
 
 
 def test_csv_and_callback_metrics(tmp_path: Path) -> None:
