@@ -62,7 +62,7 @@ def moved(
 
     Raises:
         AttributeError: the name is not in ``homes``.
-        ImportError: likewise, for ``from package import name``, where Python hides the former.
+        ImportError: the same for ``from package import name``, where Python hides the other error.
 
     Warns:
         DeprecationWarning: the name is old; the warning says what to write instead.

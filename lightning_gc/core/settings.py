@@ -19,7 +19,7 @@ _SHARE = "density"
 
 
 class CheckedCalls(ABCMeta):
-    """Metaclass: refuse a call with wrong arguments in a sentence of its own.
+    """Metaclass: refuse a call with wrong arguments in a sentence.
 
     Python's ``TypeError`` names internal classes, and no argument that was meant. A call that binds
     costs nothing.

@@ -220,7 +220,7 @@ def _trial(family: str) -> bool:
 
 
 def _is_compiled(family: str) -> bool:
-    """Return whether there is nothing to compile: it is done for this machine, or cannot be."""
+    """Return whether a family needs no compilation: it is compiled here, or cannot be."""
     try:
         return find_spec("numba") is None or _mark(family).exists()
     except (ImportError, RuntimeError, OSError):  # which the test meets too, and then says

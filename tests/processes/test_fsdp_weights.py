@@ -144,7 +144,7 @@ def share(policy: MixedPrecisionPolicy) -> float:
 
 
 def uncounted() -> bool:
-    """Whether the account of a loop whose weights FSDP2 gathers itself says that none is counted."""
+    """Whether the account of a loop says that nothing is counted where FSDP2 gathers weights."""
     net: Any = fully_shard(nn.Linear(256, 256))
     handle = attach(net, QSGD(4))
     net(torch.randn(4, 256)).square().mean().backward()
