@@ -208,7 +208,8 @@ def _trial(family: str) -> bool:
         from lightning_gc.kernels.host import self_test
 
         self_test(family)
-        _mark(family).touch()
+        with contextlib.suppress(OSError):  # of another user; the next run compiles again
+            _mark(family).touch()
     except Exception as error:  # any exception of a compiler, or of a folder that cannot be written
         warnings.warn(
             f"numba's kernels of {family} do not run here ({type(error).__name__}: {error}); "
@@ -262,8 +263,12 @@ def _key() -> str:
 @contextlib.contextmanager
 def _locked() -> Iterator[Callable[[], bool]]:
     """Return a function that tries to be this machine's only compiler, for a moment."""
-    _folder().mkdir(parents=True, exist_ok=True)
-    file = os.open(_folder() / "compiling.lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        file = os.open(_folder() / "compiling.lock", os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError:  # of another user: two processes may compile the same
+        yield lambda: True
+        return
 
     def mine() -> bool:
         try:
