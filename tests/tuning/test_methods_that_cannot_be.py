@@ -25,7 +25,7 @@ def test_a_budget_is_a_number_of_bytes(make: Any, budget: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "value", "fix"),
     [
-        ({"controller": "fixed"}, "controller='fixed'", "give an instance, such as"),
+        ({"controller": "fixed"}, "Fixed needs level", "write Fixed(level=...)"),
         ({"controller": Fixed}, "controller=Fixed", "Fixed(...)"),
         ({"memory": NoMemory(), "controller": WATCHES}, "NoMemory()", "use memory=ErrorFeedback()"),
         ({"compressor": "cast", "controller": Fixed(0.1)}, "Fixed", "a level"),
