@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_gc.bench.baselines import NONE, baseline_strategy, computed_bytes, make_strategy
 from lightning_gc.bench.preparation import BenchError, BenchSetup, SigtermCallback
+from lightning_gc.kernels import dispatch
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
 
@@ -44,7 +45,8 @@ class StepTimer(pl.Callback):
         self._step = 0
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
-        """Remove what could end the run before its last step."""
+        """Wait for compiled kernels; remove what could end the run before its last step."""
+        dispatch.host.wait()
         if self.steps is not None:
             # Schedulers exist already, and have read the length of the run.
             trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
