@@ -27,11 +27,7 @@ from torch import Tensor
 from lightning_gc.checkpoint import side_files
 from lightning_gc.checkpoint.distributed_files import (
     LAST,
-    Chunk,
-    Entry,
     check_files,
-    read_metadata,
-    read_tensor,
     record_files,
 )
 from lightning_gc.checkpoint.side_files import (
@@ -76,17 +72,12 @@ _MESH = Leaf(
 _SHAPE = Listed(WHOLE)
 _ABOUT = Record({"shape": _SHAPE, "offsets": _SHAPE, "sizes": _SHAPE, CHECKSUM: TEXT})
 MAIN = Layout(
-    SHARED | {"mesh": _MESH, "run": TEXT, "stem": FILE_NAME, "files": Listed(TEXT)},
-    key=SHARDED,
-    signed=1,
+    SHARED | {"mesh": _MESH, "run": TEXT, "stem": FILE_NAME, "files": Listed(TEXT)}, key=SHARDED
 )
 """Structure of ``"lightning_gc"`` in a checkpoint of a sharded model."""
 # The parts of TENSORS, the file's last entry; each part has its tensor's checksum. A rank that
-# needs some of another rank's tensors reads and checks only these. Format 1 has the tensors in a
-# distributed checkpoint of torch, without checksums.
-FILE = Layout(
-    {"rank": WHOLE, "run": TEXT, "stem": TEXT}, {"parts": Each(_ABOUT)}, key=SHARDED, signed=1
-)
+# needs some of another rank's tensors reads and checks only these.
+FILE = Layout({"rank": WHOLE, "run": TEXT, "stem": TEXT, "parts": Each(_ABOUT)}, key=SHARDED)
 _UNREAD = object()
 _SINCE_EPOCH = "first"  # the only controller statistic that is not a sum over elements: a step
 
@@ -194,7 +185,7 @@ class ShardedSaving:
         shared = shared_of(self.host)
         save = f"{shared['run']}-{self._saves}"
         main: Tree = shared | {
-            MAIN.key: MAIN.newest,
+            MAIN.key: MAIN.format,
             "mode": self.mode,
             "mesh": list(self.host.mesh_shape),
             "stem": side_files.stem_of(target, shared["step"], save),
@@ -345,7 +336,7 @@ class ShardedRestoring:
         if self.host.global_rank == 0 and "True" in unrecorded.values():
             warnings.warn(
                 f"{target} has no checksums of its weights, so file damage is not detected. "
-                f"Earlier versions saved no checksums, and an interrupted save leaves none.",
+                f"A save that was interrupted leaves none.",
                 stacklevel=4,
             )
 
@@ -435,10 +426,10 @@ class ShardedRestoring:
         own = {rank} if same else set(range(replicas * shards))
         holders = {r * shards + s for r in source for s in ([shard] if same else range(shards))}
         states = {}
-        for each in sorted(own | (holders if main[SHARDED] > 1 else set())):
+        for each in sorted(own | holders):
             file = self._file(main, folder, each)
             tensors = file.pop(TENSORS, None)
-            if each in holders and main[SHARDED] > 1:
+            if each in holders:
                 with _named(file_of(folder, each, replicas * shards)):
                     _add(assembly, file["parts"], tensors, each // shards, written)
             if each in own:
@@ -449,8 +440,6 @@ class ShardedRestoring:
                 if same and "own" in file:
                     kept["own"] = each_tensor(file["own"], Tensor.clone)
                 states[each] = WorkerState(main, averaged, (kept,))
-        if main[SHARDED] == 1:
-            _add_format_1(assembly, folder, source)
         found = assembly.mean()
         state = states[rank] if same else self._shared_out(states, (replicas, shards))
         # Keep the names of errors that match no parameter, for the warning.
@@ -545,7 +534,7 @@ def _path_of(key: str) -> Path_:
     Listed(TEXT).check(path, key)
     if not path:
         raise ValueError("an empty path")
-    return (CONTROLLER if path[0] == "turn" else path[0], *path[1:])  # formats 1 and 2
+    return tuple(path)
 
 
 def _about(path: Path_, tensor: Tensor, parts: Mapping[str, Part]) -> Tree:
@@ -640,30 +629,6 @@ def _add(assembly: Assembly, parts: Tree, tensors: Any, replica: int, saved: int
             return tensor
 
         assembly.add(_path_of(key), part, replica, saved, load)
-
-
-def _add_format_1(assembly: Assembly, folder: Path, replicas: range) -> None:
-    """Add the tensors of a checkpoint of format 1.
-
-    They are in a distributed checkpoint of torch: a tensor ``(R, *shape)`` per path.
-
-    Args:
-        assembly: receives the tensors.
-        folder: folder of the distributed checkpoint.
-        replicas: replicas to read.
-    """
-    for key, entry in sorted(read_metadata(folder).tensors.items()):
-        path, (saved, *shape) = _path_of(key), entry.size
-        by_replica = [(r, c) for r in replicas for c in entry.chunks if c.offsets[0] == r]
-        for replica, chunk in by_replica:
-            if chunk.sizes[0] != 1:
-                raise ValueError(f"{folder} has a part of {key} that covers several replicas")
-            part = Part(tuple(shape), chunk.offsets[1:], chunk.sizes[1:])
-
-            def load(entry: Entry = entry, chunk: Chunk = chunk) -> Tensor:
-                return read_tensor(folder, entry, chunk)[0]
-
-            assembly.add(path, part, replica, saved, load)
 
 
 def taken_out(tree: Tree, names: Mapping[str, tuple[int, ...]]) -> tuple[dict[Path_, Tensor], Tree]:

@@ -169,9 +169,6 @@ def tune(
     Returns:
         ``{name of the method: its study}``.
 
-    Warns:
-        UserWarning: an earlier version made a study and did not store all its rules.
-
     Raises:
         ValueError: methods that cannot be compared, or a study under other rules.
         StorageError: the storage cannot be used.
