@@ -64,7 +64,7 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
         if worker == 1 and differs == "torch":
             patch.setattr(torch, "__version__", "2.6.0")
         if worker == 1 and differs == "lightning_gc":
-            patch.setattr(kernel_compilation, "_own_release", lambda: "0.1.0")
+            patch.setattr(kernel_compilation, "own_release", lambda: "0.1.0")
         if worker == 1 and differs == "build":  # for one GPU or another, which nobody uses
             patch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+cu126")
         if worker == 1 and differs == "vectors":
