@@ -184,6 +184,14 @@ def test_another_file_under_the_same_name_is_refused(
     refused(storage, rules, method, old, new)
 
 
+def test_a_study_that_has_not_stored_a_rule_is_refused(storage: BaseStorage) -> None:
+    study = open_study(experiment(), topk(), storage)
+    rules = study.user_attrs[RULES]
+    del rules["min_numel"]
+    study.set_user_attr(RULES, rules)
+    refused(storage, experiment(), topk(), "no min_numel", "min_numel=1024")
+
+
 @pytest.mark.parametrize("stored", [None, 5, {}, {"metric": "loss"}])
 def test_a_study_of_somebody_else_is_refused(storage: BaseStorage, stored: Any) -> None:
     study = open_study(experiment(), topk(), storage)
