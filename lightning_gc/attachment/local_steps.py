@@ -6,7 +6,6 @@ Lightning's ``LocalStepsStrategy`` holds the same ``AttachedRounds``, and forwar
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -278,11 +277,8 @@ class AttachedRounds(Attached):
         meet: Meet = among_ranks,
     ) -> None:
         setup.workers.name(module)
-        agreed = {
-            "plan": repr(dataclasses.replace(plan, owner="")),
-            "outer": repr(outer),
-            "unequal": repr(unequal),
-        }
+        agreed = {name: repr(value) for name, value in vars(plan).items() if name != "owner"}
+        agreed |= {"outer": repr(outer), "unequal": repr(unequal)}
         meeting = meet(setup, setup.agreed | agreed)
         if unequal is not None:
             unequal.check_workers(plan.owner, setup.workers.first.workers)

@@ -33,6 +33,7 @@ from lightning_gc.local_steps.roll import (
 
 MIN, GRACE, TIMEOUT = 2, 1.0, 4.0
 TICK = 0.1  # seconds
+SAME = {"compressor": "TopK(0.01)", "every": "16"}
 
 
 class Worker:
@@ -41,7 +42,7 @@ class Worker:
     def __init__(self, name: str, world: "World") -> None:
         self.name, self.world = name, world
         terms: dict[str, Any] = {"min_workers": MIN, "grace": GRACE, "timeout": TIMEOUT}
-        self.member = Member(Report(name, address=name, settings="same", **terms))
+        self.member = Member(Report(name, address=name, settings=SAME, **terms))
         self.cursor, self.beat, self.term = len(world.log), 0, world.term
         self.lag = 1 + len(world.workers) % 3  # ticks between two looks at the log
         self.frozen = self.dead = self.left = self.refused = False
@@ -410,19 +411,19 @@ def test_other_settings_are_refused() -> None:
     world.go(5)
     world.join()
     other = world.workers[-1].member
-    other.report = dataclasses.replace(other.report, settings="other")
+    other.report = dataclasses.replace(other.report, settings={**SAME, "every": "8"})
     refused = []
     world.workers[-1].do = lambda done, entry: refused.append(done)  # type: ignore[method-assign]
     world.go(0.2)
     other.enters(0, "")
     world.go(1)
     assert [done.what for done in refused] == ["number", "refused"]
-    assert "other settings" in refused[1].why
+    assert refused[1].why.startswith("every is 8 here, and 16 in the run.")
 
 
 def asking(token: str, number: int, mark: str) -> Report:
     terms: dict[str, Any] = {"min_workers": MIN, "grace": GRACE, "timeout": TIMEOUT}
-    parts: dict[str, Any] = {"phase": "asking", "run": "run", "round": 5, "settings": "same"}
+    parts: dict[str, Any] = {"phase": "asking", "run": "run", "round": 5, "settings": SAME}
     return Report(token, 1, number=number, mark=mark, address=token, **parts, **terms)
 
 
