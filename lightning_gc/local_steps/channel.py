@@ -389,7 +389,8 @@ class Listener:
         self._noted[kind] += 1
         count = self._noted[kind]
         if str(count).strip("0") == "1":
-            _log.warning("The listener on port %d has %s (%d times)", self.port, text, count)
+            so_far = f" ({count} times so far)" if count > 1 else ""
+            _log.warning("The listener on port %d has %s%s.", self.port, text, so_far)
 
     def _attend(self, guest: Guest, events: int) -> None:
         try:
@@ -480,7 +481,7 @@ class Listener:
 
 def _peer(link: socket.socket) -> str:
     with contextlib.suppress(OSError):
-        return str(link.getpeername()[0])
+        return str(link.getpeername()[0]).removeprefix("::ffff:")  # IPv4 at a socket of IPv6
     return "a visitor"
 
 

@@ -438,10 +438,11 @@ class ElasticExchange:
         if isinstance(entry, Verdict) and entry.record is not None:
             for number, norm in entry.record.lost.items():
                 if number != self._member.report.number:
+                    error = f"its error of norm {norm:.6g} is lost" if norm else "no error is lost"
                     _log.warning(
-                        "Worker %d is silent: round %d is made without it. If it has died, its "
-                        "error of norm %.6g is lost; if it comes back, it keeps it.",
-                        *(number, entry.record.round, norm),
+                        "Worker %d is silent: round %d is made without it. If it has died, %s. If "
+                        "it comes back, it keeps its error.",
+                        *(number, entry.record.round, error),
                     )
             for number in entry.record.left:
                 say("Worker %d has left, before round %d.", number, entry.record.round)

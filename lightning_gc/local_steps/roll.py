@@ -744,7 +744,7 @@ class Keeper:
         """Return for whom workers wait, in words; empty if none waits."""
         if not self.run:
             coming = self._coming(now)
-            return _more(len(coming), coming[0].min_workers) if coming else ""
+            return _more(len(coming), coming[0].min_workers) + _unlike(coming) if coming else ""
         members = self._members(now)
         if self._founders:
             late = [r for r in self._coming(now) if r.token in self._founders and not r.run]
@@ -837,7 +837,8 @@ class Keeper:
         if not coming or len(coming) < coming[0].min_workers:
             self._since = math.nan
             return
-        first = max(coming, key=lambda r: (r.round, -_number(r)))
+        alike = Counter(_settings(r) for r in coming)
+        first = max(coming, key=lambda r: (r.round, alike[_settings(r)], -_number(r)))
         refused = [r for r in coming if r.settings != first.settings]
         if refused:
             for report in refused:
@@ -1074,6 +1075,22 @@ def _more(here: int, wanted: int) -> str:
     missing = wanted - here
     plural = "s" if missing > 1 else ""
     return f"{missing} more worker{plural} ({here} of {wanted})" if missing > 0 else ""
+
+
+def _settings(report: Report) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(report.settings.items()))
+
+
+def _unlike(reports: Sequence[Report]) -> str:
+    """Return which settings are not the same for all, as a clause; empty if all are."""
+    names = sorted(
+        {
+            name
+            for name, _ in set.union(*map(set, map(_settings, reports)))
+            if len({r.settings.get(name) for r in reports}) > 1
+        }
+    )
+    return f", and {_workers(reports)} differ in {', '.join(names[:_NAMED])}" if names else ""
 
 
 def _workers(reports: Sequence[Report]) -> str:

@@ -26,6 +26,7 @@ from lightning_gc.local_steps.roll import (
     Roll,
     Round,
     Verdict,
+    differing,
     entry_of,
     in_words,
     line_of,
@@ -419,6 +420,76 @@ def test_other_settings_are_refused() -> None:
     world.go(1)
     assert [done.what for done in refused] == ["number", "refused"]
     assert refused[1].why.startswith("every is 8 here, and 16 in the run.")
+
+
+def test_a_worker_is_told_which_setting_differs() -> None:
+    """Three of them by value, and what one of the two does not have."""
+    run = {"every": "16", "seed": "0", "outer": "SGD", "torch": "2.6", "island": "2"}
+    own = {"every": "8", "seed": "1", "outer": "Adam", "torch": "2.7"}
+    assert differing(own, run) == (
+        "every is 8 here, and 16 in the run; seed is 1 here, and 0 in the run; outer is Adam here, "
+        "and SGD in the run, and 2 more differ. Give all workers the same settings"
+    )
+    assert differing({}, {"island": "2"}).startswith("island is not known here, and 2 in the run.")
+
+
+def test_a_keeper_says_for_whom_workers_wait() -> None:
+    world = World(1)
+    assert world.keeper.awaited(world.now) == ""
+    world.go(3)
+    assert world.keeper.awaited(world.now) == "1 more worker (1 of 2)"
+    world.join()
+    world.go(5)
+    assert world.rounds > 0
+    one, other = world.workers
+    while {each.report.phase for each in world.workers} != {"training"}:
+        world.go(TICK)
+    one.frozen = True
+    while other.report.phase != "asking":
+        world.go(TICK)
+    world.go(GRACE / 2)
+    assert world.keeper.awaited(world.now) == f"worker 0 to end round {world.keeper.round}"
+    world.go(2 * TIMEOUT)
+    assert world.keeper.awaited(world.now) == "1 more worker (1 of 2)"
+    one.frozen = False
+    while {each.report.phase for each in world.workers} != {"training"}:
+        world.go(TICK)
+    world.go(2 * TICK)  # they are heard every second or third tick
+    assert "more" not in world.keeper.awaited(world.now)
+
+
+@pytest.mark.parametrize(("unlike", "refused"), [({0}, "w0"), ({1}, "w1"), ({0, 2}, "w1")])
+def test_most_founders_have_the_settings_of_the_run(unlike: set[int], refused: str) -> None:
+    """As long as workers are missing, all are told what differs."""
+    world = World(0)
+    for number in range(3):
+        world.join()
+        member = world.workers[-1].member
+        own = {**SAME, "every": "8"} if number in unlike else SAME
+        member.report = dataclasses.replace(member.report, min_workers=3, settings=own)
+        world.go(2)
+        if number == 1:
+            told = "1 more worker (2 of 3), and workers 0, 1 differ in every"
+            assert world.keeper.awaited(world.now) == told
+    assert [w.name for w in world.workers if w.refused] == [refused]
+    assert world.keeper.awaited(world.now) == "1 more worker (2 of 3)"
+
+
+def test_a_keeper_names_who_exchanges_and_who_takes_a_snapshot() -> None:
+    world = World(3)
+    late = world.workers[1]
+    while not any(isinstance(entry, Founded) for entry in world.log):
+        world.go(TICK)
+    late.frozen = True
+    world.go(0.5)
+    assert "worker 1 to take the snapshot" in world.keeper.awaited(world.now)
+    late.frozen = False
+    world.go(5)
+    while late.running is None:
+        world.go(TICK)
+    late.frozen = True
+    world.go(0.5)
+    assert f"to exchange in round {world.keeper.round}" in world.keeper.awaited(world.now)
 
 
 def asking(token: str, number: int, mark: str) -> Report:
