@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from lightning_gc.core.notices import waiting
 from lightning_gc.core.text_table import print_line as print_line
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.methods.lightning_flavour import pl
@@ -243,7 +244,8 @@ def process_group(
         say = print_line if setup.worker.local_rank == 0 else lambda text: None
         named = named_interface(os.environ["MASTER_ADDR"], say)
     with named:
-        dist.init_process_group(setup.backend, timeout=setup.timeout)
+        with waiting("Waiting for the other workers to start"):
+            dist.init_process_group(setup.backend, timeout=setup.timeout)
         same = {**agreed, "the file's sections": repr(dict(setup.build.sections))}
         check_agreement(same, Distributed(), device)
         before = signal.getsignal(signal.SIGTERM)

@@ -25,11 +25,16 @@ import torch
 from torch import Tensor
 
 from lightning_gc.checkpoint import side_files
-from lightning_gc.checkpoint.side_files import Ranks, in_short, on_all_ranks
+from lightning_gc.checkpoint.side_files import (
+    Ranks,
+    in_short,
+    on_all_ranks,
+    reading,
+    told_by_rank_0,
+)
 from lightning_gc.core import COUNT, TEXT, WHOLE, Each, Leaf, Record
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import check_checksum, with_checksum
-from lightning_gc.transports.distributed import broadcast_text
 
 LAST = "meta.pt"
 """The file that Lightning writes last, when all others are complete."""
@@ -52,14 +57,15 @@ def record_files(host: Ranks, target: Path, folder: Path) -> None:
     names = []
     if host.global_rank == 0:
         names = [path.name for path in sorted(target.iterdir()) if _is_of_checkpoint(path.name)]
-    names = json.loads(broadcast_text(json.dumps(names), host.root_device))
+    until = f"save {target}"
+    names = json.loads(told_by_rank_0(host, until, json.dumps(names)))
     found: dict[str, str] = {}
 
     def read() -> str:
         return json.dumps({name: _sum_of(target / name) for name in _share(names, host)})
 
     problem = f"could not read back the files of {target}"
-    for text in on_all_ranks(host, problem, read).values():
+    for text in on_all_ranks(host, until, problem, read).values():
         found |= json.loads(text)
 
     def write() -> None:
@@ -70,7 +76,7 @@ def record_files(host: Ranks, target: Path, folder: Path) -> None:
             os.replace(part, folder / _RECORD)
 
     problem = f"could not write {folder / _RECORD}"
-    on_all_ranks(host, problem, write)
+    on_all_ranks(host, until, problem, write)
 
 
 def check_files(host: Ranks, target: Path, *, recorded: bool, safely: bool) -> bool:
@@ -159,7 +165,7 @@ def _share(names: Iterable[str], host: Ranks) -> list[str]:
 
 def _sum_of(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()

@@ -39,8 +39,11 @@ from lightning_gc.checkpoint.side_files import (
     Host,
     in_short,
     on_all_ranks,
+    reading,
     shared_of,
+    told_by_rank_0,
     write_atomically,
+    writing,
 )
 from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
@@ -63,7 +66,6 @@ from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.core.pytree import Tree, average, each_tensor
 from lightning_gc.core.state_structure import FLOATS
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
-from lightning_gc.transports.distributed import broadcast_text
 
 SHARDED = "sharded"
 TENSORS = "tensors"
@@ -160,7 +162,7 @@ class ShardedSaving:
     def save(self, checkpoint: Tree, path: Any, options: Any, write: Callable[[Any], None]) -> None:
         """Write the error state of a full checkpoint, then the checkpoint by ``write``."""
         host = self.host
-        target = Path(broadcast_text(os.fspath(path), host.root_device))
+        target = Path(told_by_rank_0(host, f"save {path}", os.fspath(path)))
         engines = host.local_workers.engines
         full = bool(engines) and "optimizer_states" in checkpoint and self.mode != "off"
         if full:
@@ -168,12 +170,14 @@ class ShardedSaving:
         stem = checkpoint[KEY]["stem"] if full else ""
         if host.distributed_form:
             self._withdraw(target)
-            write(target)
+            with writing(target):
+                write(target)
             if full:
                 record_files(host, target, folder_of(target, stem))
         elif host.global_rank == 0:
             # Other ranks use the path that rank 0 broadcasts.
-            write_atomically(target, write, host.checkpoint_io.remove_checkpoint)
+            with writing(target):
+                write_atomically(target, write, host.checkpoint_io.remove_checkpoint)
         else:
             write(target)
         if (full or host.distributed_form) and host.global_rank == 0:
@@ -240,14 +244,15 @@ class ShardedSaving:
                 own["own"] = alone
             own = with_checksum(own)
             folder.mkdir(parents=True, exist_ok=True)
-            with file_of(folder, host.global_rank, host.world_size).open("wb") as file:
+            path = file_of(folder, host.global_rank, host.world_size)
+            with writing(path), path.open("wb") as file:
                 torch.save(own | {TENSORS: {_key_of(p): t for p, t in small.items()}}, file)
                 file.flush()
                 os.fsync(file.fileno())
             return str(own[CHECKSUM])
 
         problem = f"could not write its part of the error state to {folder}"
-        checksums = on_all_ranks(host, problem, act)
+        checksums = on_all_ranks(host, f"save {target}", problem, act)
         return [checksums[rank] for rank in range(host.world_size)]
 
     def _averaged(self) -> Tree:
@@ -314,7 +319,7 @@ class ShardedRestoring:
             RuntimeError: on all ranks, if one cannot use its files.
         """
         host = self.host
-        target = Path(broadcast_text(str(path), host.root_device))
+        target = Path(told_by_rank_0(host, f"read {path}", str(path)))
         self._check_files(target, weights_only)
         if not fit or not host.local_workers.engines:
             return load()
@@ -328,7 +333,7 @@ class ShardedRestoring:
         if states:
             problem, says = f"could not restore the error state of {target}", host.global_rank == 0
             parts = host.local_workers, host.control_loop, states, host.root_device, says
-            on_all_ranks(host, problem, partial(apply, *parts))
+            on_all_ranks(host, f"read {target}", problem, partial(apply, *parts))
         else:
             self._say_why_none(main, target)
             begin_at_zero(host.local_workers, host.control_loop, main)
@@ -341,7 +346,7 @@ class ShardedRestoring:
             safely = weights_only is not False
             return str(check_files(self.host, target, recorded=not self.off, safely=safely))
 
-        unrecorded = on_all_ranks(self.host, self._problem(target), check)
+        unrecorded = on_all_ranks(self.host, f"read {target}", self._problem(target), check)
         if self.host.global_rank == 0 and "True" in unrecorded.values():
             warnings.warn(
                 f"{target} has no checksums of its weights, so file damage is not detected. "
@@ -375,7 +380,7 @@ class ShardedRestoring:
             main = saved.get(KEY) if isinstance(saved, dict) else None
             return ""
 
-        said = on_all_ranks(self.host, self._problem(target), read)
+        said = on_all_ranks(self.host, f"read {target}", self._problem(target), read)
         return _UNREAD if any(said.values()) else main
 
     def _problem(self, target: Path) -> str:
@@ -405,7 +410,7 @@ class ShardedRestoring:
             f"could not use the error state in {state_folder(target)}; nothing has been restored. "
             f"Move a checkpoint together with that folder, or {self.host.way_out}"
         )
-        saves = on_all_ranks(self.host, problem, check)
+        saves = on_all_ranks(self.host, f"read {target}", problem, check)
         if len(set(saves.values())) > 1:
             raise RuntimeError(f"Ranks have found different checkpoints at {target}.")
         return states
@@ -436,11 +441,13 @@ class ShardedRestoring:
         holders = {r * shards + s for r in source for s in ([shard] if same else range(shards))}
         states = {}
         for each in sorted(own | (holders if main[SHARDED] > 1 else set())):
-            file = self._file(main, folder, each)
-            tensors = file.pop(TENSORS, None)
-            if each in holders and main[SHARDED] > 1:
-                with _named(file_of(folder, each, replicas * shards)):
-                    _add(assembly, file["parts"], tensors, each // shards, written)
+            path = file_of(folder, each, replicas * shards)
+            with reading(path):
+                file = self._file(main, folder, each)
+                tensors = file.pop(TENSORS, None)
+                if each in holders and main[SHARDED] > 1:
+                    with _named(path):
+                        _add(assembly, file["parts"], tensors, each // shards, written)
             if each in own:
                 averaged, compressor = (
                     each_tensor(file[name], Tensor.clone) for name in ("averaged", "compressor")

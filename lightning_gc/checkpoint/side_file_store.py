@@ -25,6 +25,7 @@ from lightning_gc.checkpoint.side_files import (
     shared_of,
     together,
     wraps,
+    writing,
 )
 from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
@@ -55,6 +56,7 @@ from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import with_checksum
 from lightning_gc.core.pytree import Tree, average
 from lightning_gc.exchange.peers import explaining
+from lightning_gc.transports.peer_error import awaiting_peers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAIN = Layout(
@@ -128,7 +130,8 @@ class Saving:
         if main["torn"]:
             return main  # a round is incomplete: errors are neither those before nor after it
         if main["mode"] == "mean":
-            return main | self._mean(shared)
+            with awaiting_peers(f"save {path}", self.host.global_rank, self.host.world_size):
+                return main | self._mean(shared)
         return main | {"files": self._write_side_files(main, path, options)}
 
     def _mean(self, shared: Tree) -> Tree:
@@ -155,7 +158,8 @@ class Saving:
             file = workers.file_of(engine)
             target = side_files.path_of(path, main["stem"], file, workers.files)
             acts[file] = partial(self._save_own, index, main, target, options, path)
-        checksums = together(self.host, acts, main["workers"], is_alone(self.host))
+        until, alone = f"save {path}", is_alone(self.host)
+        checksums = together(self.host, until, acts, main["workers"], alone)
         return [checksums.get(worker) for worker in range(main["workers"])]
 
     def _save_own(self, index: int, main: Tree, target: str, options: Any, path: Any) -> str:
@@ -179,7 +183,8 @@ class Saving:
         io = self.host.checkpoint_io
         put(target, partial(io.save_checkpoint, own, storage_options=options), io)
         if not side_files.exists(target):
-            io.teardown()  # waits for a CheckpointIO that writes in a thread
+            with writing(target):
+                io.teardown()  # waits for a CheckpointIO that writes in a thread
         if not side_files.exists(target):
             raise FileNotFoundError(
                 f"{type(io).__name__} has not written the file; use a CheckpointIO that writes to "
@@ -202,7 +207,8 @@ class Saving:
         problem = f"could not write {path}; if there was one of that name, it is kept"
         first = workers.file_of(workers.first) if workers.engines else host.global_rank
         number = workers.files if workers.engines else 0
-        together(host, {first: explaining(problem, act)}, number, is_alone(host))
+        acts = {first: explaining(problem, act)}
+        together(host, f"save {path}", acts, number, is_alone(host))
 
     def _remove_old_side_files(self, path: Any, stem: str) -> None:
         """Remove side files of older checkpoints that ``path`` has overwritten.
@@ -256,16 +262,17 @@ class Restoring:
             problem = f"could not restore the error state of {path}"
             device, says = self.host.root_device, self.host.global_rank == 0
             act = partial(apply, workers, control, states, device, says)
-            self._together(explaining(problem, act))
+            self._together(path, explaining(problem, act))
             return
         if main is None and workers.first.memory.buffers and not self.off:
             self._log_rank0(f"{path} holds no error state: errors begin at zero.")
         begin_at_zero(workers, control, main)
 
-    def _together(self, act: Callable[[], Any]) -> dict[int, Any]:
+    def _together(self, path: Any, act: Callable[[], Any]) -> dict[int, Any]:
         workers = self.host.local_workers
         acts = {workers.file_of(workers.first): act}
-        return together(self.host, acts, workers.files, is_alone(self.host))
+        until = f"read {path} and its side files"
+        return together(self.host, until, acts, workers.files, is_alone(self.host))
 
     def _agreed(self, main: Any, path: Any) -> list[WorkerState]:
         """Return each worker's state; raise on all workers if one fails or its file differs."""
@@ -279,7 +286,7 @@ class Restoring:
             lost = _LOST if any(state.lost for state in states) else ""
             return f"{main['stem']} {main.get(CHECKSUM, '')}{lost}"
 
-        said = self._together(check)
+        said = self._together(path, check)
         if any(text.endswith(_LOST) for text in said.values()):
             # Drop state that must be equal on all workers. Without the compressor's state workers
             # would send messages of other shapes; without common buffers weights would differ.
@@ -449,7 +456,7 @@ class FabricCheckpoint:
             target = side_files.path_of(path, stem, self.host.global_rank, workers)
             save = partial(io.save_checkpoint, states, storage_options=storage_options)
             problem = f"could not write its errors to {target}, so {path} is not written"
-            on_all_ranks(self.host, problem, partial(put, target, save, io))
+            on_all_ranks(self.host, f"save {path}", problem, partial(put, target, save, io))
         main = {FABRIC.key: FABRIC.newest, "stem": stem, "workers": workers, "modules": [*states]}
         main = with_checksum(main | {"states": states if mode == "mean" else {}})
 
@@ -463,7 +470,7 @@ class FabricCheckpoint:
             else partial(complete, path)
         )
         problem = f"could not write {path}; if there was one of that name, it is kept"
-        on_all_ranks(self.host, problem, act)
+        on_all_ranks(self.host, f"save {path}", problem, act)
         if self.host.global_rank == 0 and not wraps(io):
             side_files.remove(path, keep=[stem])
 
@@ -496,7 +503,8 @@ class FabricCheckpoint:
             return
         found: dict[str, Any] = {}
         read = partial(self._read, path, main, found)
-        on_all_ranks(self.host, f"could not restore the errors of {path}", read)
+        problem = f"could not restore the errors of {path}"
+        on_all_ranks(self.host, f"read {path} and its side files", problem, read)
         for name, handle in self.handles.items():
             handle.load_state_dict(found[name])
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import rich.progress
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
+from lightning_gc.core.notices import waiting
 from lightning_gc.methods.method import DENSE, Method
 from lightning_gc.tuning import failure_detector
 from lightning_gc.tuning.experiment import Experiment
@@ -25,6 +27,7 @@ from lightning_gc.tuning.final_runs import (
     final_records,
     finals_running,
     finals_total,
+    only_others_run_finals,
     run_finals,
 )
 from lightning_gc.tuning.journal import database_errors, open_storage
@@ -192,21 +195,32 @@ def tune(
                 show(replace(event, workload=now))
                 check()
 
+        def wait(what: str, only_others: Callable[[], bool]) -> None:
+            with waiting(f"Waiting for {what} in other processes"):
+                while only_others():
+                    time.sleep(_PAUSE)
+                    check()
+
         planned = workload(experiment, wanted, studies, finals)
         show(Event("", "plan", 0, str(planned), planned))
         for method in wanted:
             run(_run_study(experiment, method, studies[method.name], detector))
         for method in wanted:
-            study = studies[method.name]
+            study, dense = studies[method.name], studies[DENSE]
             # If other processes die during the last trials, this one repeats them.
+            trials = partial(failure_detector.only_others_run, study, experiment.trials, detector)
             while failure_detector.running(study):
-                time.sleep(_PAUSE)
+                wait(f"trials of {study.study_name}", trials)
                 run(_run_study(experiment, method, study, detector))
+            final = experiment, method, study, dense
             while finals:
-                run(_run_finals(experiment, method, study, studies[DENSE], detector))
-                if not finals_running(experiment, method, study, studies[DENSE]):
+                run(_run_finals(*final, detector))
+                if not finals_running(*final):
                     break
-                time.sleep(_PAUSE)
+                wait(
+                    f"final runs of {study.study_name}",
+                    partial(only_others_run_finals, *final, detector),
+                )
     return studies
 
 
