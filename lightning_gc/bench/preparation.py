@@ -14,14 +14,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from lightning_gc.core.notices import waiting
 from lightning_gc.core.text_table import print_line as print_line
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.yaml_config import YAMLBuild
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.interfaces import named_interface
-from lightning_gc.transports.peer_error import PeerError, is_from_backend
+from lightning_gc.transports.peer_error import PeerError, awaiting_peers, is_from_backend
 
 _HOW = """torchrun --nproc-per-node 2 -m lightning_gc {command} config.yaml
 On several machines run it on each, with a different number after --node-rank:
@@ -244,7 +243,7 @@ def process_group(
         say = print_line if setup.worker.local_rank == 0 else lambda text: None
         named = named_interface(os.environ["MASTER_ADDR"], say)
     with named:
-        with waiting("Waiting for the other workers to start"):
+        with awaiting_peers("start", setup.worker.rank, setup.worker.world_size):
             dist.init_process_group(setup.backend, timeout=setup.timeout)
         same = {**agreed, "the file's sections": repr(dict(setup.build.sections))}
         check_agreement(same, Distributed(), device)

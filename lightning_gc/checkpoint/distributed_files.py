@@ -57,15 +57,14 @@ def record_files(host: Ranks, target: Path, folder: Path) -> None:
     names = []
     if host.global_rank == 0:
         names = [path.name for path in sorted(target.iterdir()) if _is_of_checkpoint(path.name)]
-    until = f"save {target}"
-    names = json.loads(told_by_rank_0(host, until, json.dumps(names)))
+    names = json.loads(told_by_rank_0(host, json.dumps(names)))
     found: dict[str, str] = {}
 
     def read() -> str:
         return json.dumps({name: _sum_of(target / name) for name in _share(names, host)})
 
     problem = f"could not read back the files of {target}"
-    for text in on_all_ranks(host, until, problem, read).values():
+    for text in on_all_ranks(host, problem, read).values():
         found |= json.loads(text)
 
     def write() -> None:
@@ -76,7 +75,7 @@ def record_files(host: Ranks, target: Path, folder: Path) -> None:
             os.replace(part, folder / _RECORD)
 
     problem = f"could not write {folder / _RECORD}"
-    on_all_ranks(host, until, problem, write)
+    on_all_ranks(host, problem, write)
 
 
 def check_files(host: Ranks, target: Path, *, recorded: bool, safely: bool) -> bool:

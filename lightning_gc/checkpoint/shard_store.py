@@ -162,7 +162,12 @@ class ShardedSaving:
     def save(self, checkpoint: Tree, path: Any, options: Any, write: Callable[[Any], None]) -> None:
         """Write the error state of a full checkpoint, then the checkpoint by ``write``."""
         host = self.host
-        target = Path(told_by_rank_0(host, f"save {path}", os.fspath(path)))
+        target = Path(told_by_rank_0(host, os.fspath(path)))
+
+        def write_named(where: Any) -> None:
+            with writing(target):
+                write(where)
+
         engines = host.local_workers.engines
         full = bool(engines) and "optimizer_states" in checkpoint and self.mode != "off"
         if full:
@@ -170,16 +175,14 @@ class ShardedSaving:
         stem = checkpoint[KEY]["stem"] if full else ""
         if host.distributed_form:
             self._withdraw(target)
-            with writing(target):
-                write(target)
+            write_named(target)
             if full:
                 record_files(host, target, folder_of(target, stem))
         elif host.global_rank == 0:
             # Other ranks use the path that rank 0 broadcasts.
-            with writing(target):
-                write_atomically(target, write, host.checkpoint_io.remove_checkpoint)
+            write_atomically(target, write_named, host.checkpoint_io.remove_checkpoint)
         else:
-            write(target)
+            write_named(target)
         if (full or host.distributed_form) and host.global_rank == 0:
             remove(target, keep=stem)
 
@@ -252,7 +255,7 @@ class ShardedSaving:
             return str(own[CHECKSUM])
 
         problem = f"could not write its part of the error state to {folder}"
-        checksums = on_all_ranks(host, f"save {target}", problem, act)
+        checksums = on_all_ranks(host, problem, act)
         return [checksums[rank] for rank in range(host.world_size)]
 
     def _averaged(self) -> Tree:
@@ -319,7 +322,7 @@ class ShardedRestoring:
             RuntimeError: on all ranks, if one cannot use its files.
         """
         host = self.host
-        target = Path(told_by_rank_0(host, f"read {path}", str(path)))
+        target = Path(told_by_rank_0(host, str(path)))
         self._check_files(target, weights_only)
         if not fit or not host.local_workers.engines:
             return load()
@@ -333,7 +336,7 @@ class ShardedRestoring:
         if states:
             problem, says = f"could not restore the error state of {target}", host.global_rank == 0
             parts = host.local_workers, host.control_loop, states, host.root_device, says
-            on_all_ranks(host, f"read {target}", problem, partial(apply, *parts))
+            on_all_ranks(host, problem, partial(apply, *parts))
         else:
             self._say_why_none(main, target)
             begin_at_zero(host.local_workers, host.control_loop, main)
@@ -346,7 +349,7 @@ class ShardedRestoring:
             safely = weights_only is not False
             return str(check_files(self.host, target, recorded=not self.off, safely=safely))
 
-        unrecorded = on_all_ranks(self.host, f"read {target}", self._problem(target), check)
+        unrecorded = on_all_ranks(self.host, self._problem(target), check)
         if self.host.global_rank == 0 and "True" in unrecorded.values():
             warnings.warn(
                 f"{target} has no checksums of its weights, so file damage is not detected. "
@@ -380,7 +383,7 @@ class ShardedRestoring:
             main = saved.get(KEY) if isinstance(saved, dict) else None
             return ""
 
-        said = on_all_ranks(self.host, f"read {target}", self._problem(target), read)
+        said = on_all_ranks(self.host, self._problem(target), read)
         return _UNREAD if any(said.values()) else main
 
     def _problem(self, target: Path) -> str:
@@ -410,7 +413,7 @@ class ShardedRestoring:
             f"could not use the error state in {state_folder(target)}; nothing has been restored. "
             f"Move a checkpoint together with that folder, or {self.host.way_out}"
         )
-        saves = on_all_ranks(self.host, f"read {target}", problem, check)
+        saves = on_all_ranks(self.host, problem, check)
         if len(set(saves.values())) > 1:
             raise RuntimeError(f"Ranks have found different checkpoints at {target}.")
         return states

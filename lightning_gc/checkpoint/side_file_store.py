@@ -56,7 +56,6 @@ from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import with_checksum
 from lightning_gc.core.pytree import Tree, average
 from lightning_gc.exchange.peers import explaining
-from lightning_gc.transports.peer_error import awaiting_peers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAIN = Layout(
@@ -130,7 +129,7 @@ class Saving:
         if main["torn"]:
             return main  # a round is incomplete: errors are neither those before nor after it
         if main["mode"] == "mean":
-            with awaiting_peers(f"save {path}", self.host.global_rank, self.host.world_size):
+            with side_files.awaiting(self.host):
                 return main | self._mean(shared)
         return main | {"files": self._write_side_files(main, path, options)}
 
@@ -158,8 +157,7 @@ class Saving:
             file = workers.file_of(engine)
             target = side_files.path_of(path, main["stem"], file, workers.files)
             acts[file] = partial(self._save_own, index, main, target, options, path)
-        until, alone = f"save {path}", is_alone(self.host)
-        checksums = together(self.host, until, acts, main["workers"], alone)
+        checksums = together(self.host, acts, main["workers"], is_alone(self.host))
         return [checksums.get(worker) for worker in range(main["workers"])]
 
     def _save_own(self, index: int, main: Tree, target: str, options: Any, path: Any) -> str:
@@ -207,8 +205,7 @@ class Saving:
         problem = f"could not write {path}; if there was one of that name, it is kept"
         first = workers.file_of(workers.first) if workers.engines else host.global_rank
         number = workers.files if workers.engines else 0
-        acts = {first: explaining(problem, act)}
-        together(host, f"save {path}", acts, number, is_alone(host))
+        together(host, {first: explaining(problem, act)}, number, is_alone(host))
 
     def _remove_old_side_files(self, path: Any, stem: str) -> None:
         """Remove side files of older checkpoints that ``path`` has overwritten.
@@ -262,17 +259,16 @@ class Restoring:
             problem = f"could not restore the error state of {path}"
             device, says = self.host.root_device, self.host.global_rank == 0
             act = partial(apply, workers, control, states, device, says)
-            self._together(path, explaining(problem, act))
+            self._together(explaining(problem, act))
             return
         if main is None and workers.first.memory.buffers and not self.off:
             self._log_rank0(f"{path} holds no error state: errors begin at zero.")
         begin_at_zero(workers, control, main)
 
-    def _together(self, path: Any, act: Callable[[], Any]) -> dict[int, Any]:
+    def _together(self, act: Callable[[], Any]) -> dict[int, Any]:
         workers = self.host.local_workers
         acts = {workers.file_of(workers.first): act}
-        until = f"read {path} and its side files"
-        return together(self.host, until, acts, workers.files, is_alone(self.host))
+        return together(self.host, acts, workers.files, is_alone(self.host))
 
     def _agreed(self, main: Any, path: Any) -> list[WorkerState]:
         """Return each worker's state; raise on all workers if one fails or its file differs."""
@@ -286,7 +282,7 @@ class Restoring:
             lost = _LOST if any(state.lost for state in states) else ""
             return f"{main['stem']} {main.get(CHECKSUM, '')}{lost}"
 
-        said = self._together(path, check)
+        said = self._together(check)
         if any(text.endswith(_LOST) for text in said.values()):
             # Drop state that must be equal on all workers. Without the compressor's state workers
             # would send messages of other shapes; without common buffers weights would differ.
@@ -456,7 +452,7 @@ class FabricCheckpoint:
             target = side_files.path_of(path, stem, self.host.global_rank, workers)
             save = partial(io.save_checkpoint, states, storage_options=storage_options)
             problem = f"could not write its errors to {target}, so {path} is not written"
-            on_all_ranks(self.host, f"save {path}", problem, partial(put, target, save, io))
+            on_all_ranks(self.host, problem, partial(put, target, save, io))
         main = {FABRIC.key: FABRIC.newest, "stem": stem, "workers": workers, "modules": [*states]}
         main = with_checksum(main | {"states": states if mode == "mean" else {}})
 
@@ -470,7 +466,7 @@ class FabricCheckpoint:
             else partial(complete, path)
         )
         problem = f"could not write {path}; if there was one of that name, it is kept"
-        on_all_ranks(self.host, f"save {path}", problem, act)
+        on_all_ranks(self.host, problem, act)
         if self.host.global_rank == 0 and not wraps(io):
             side_files.remove(path, keep=[stem])
 
@@ -503,8 +499,7 @@ class FabricCheckpoint:
             return
         found: dict[str, Any] = {}
         read = partial(self._read, path, main, found)
-        problem = f"could not restore the errors of {path}"
-        on_all_ranks(self.host, f"read {path} and its side files", problem, read)
+        on_all_ranks(self.host, f"could not restore the errors of {path}", read)
         for name, handle in self.handles.items():
             handle.load_state_dict(found[name])
 

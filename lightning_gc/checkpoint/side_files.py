@@ -72,21 +72,16 @@ def is_alone(host: Host) -> bool:
     return bool(host.lightning_module.trainer.interrupted)
 
 
-_PURPOSE = "a checkpoint"
+_PURPOSE, _UNTIL = "a checkpoint", "save or read a checkpoint"
 
 
 def together(
-    host: Ranks,
-    until: str,
-    acts: Mapping[int, Callable[[], Any]],
-    workers: int = 0,
-    alone: bool = False,
+    host: Ranks, acts: Mapping[int, Callable[[], Any]], workers: int = 0, alone: bool = False
 ) -> dict[int, Any]:
     """Call the acts of this process's workers; return all workers' results.
 
     Args:
         host: the strategy.
-        until: what the others have yet to do, if they take long, such as ``"save a.ckpt"``.
         acts: worker -> act, which returns a text or None.
         workers: W, if it is not the number of ranks.
         alone: whether other ranks may not take part, as after an exception.
@@ -98,19 +93,19 @@ def together(
     def gather(text: str) -> list[str]:
         if alone or host.world_size == 1:
             return [text]
-        return gather_text(text, Distributed(purpose=_PURPOSE), host.root_device, until)
+        return gather_text(text, Distributed(purpose=_PURPOSE), host.root_device, _UNTIL)
 
     return all_or_raise(acts, workers or host.world_size, gather)
 
 
-def on_all_ranks(host: Ranks, until: str, problem: str, act: Callable[[], Any]) -> dict[int, Any]:
+def on_all_ranks(host: Ranks, problem: str, act: Callable[[], Any]) -> dict[int, Any]:
     """Call ``act`` on each rank; if it fails on one, raise ``problem`` and the reason on all."""
-    return together(host, until, {host.global_rank: explaining(problem, act)})
+    return together(host, {host.global_rank: explaining(problem, act)})
 
 
-def told_by_rank_0(host: Ranks, until: str, text: str) -> str:
+def told_by_rank_0(host: Ranks, text: str) -> str:
     """Return rank 0's text on all ranks."""
-    with awaiting_peers(until, host.global_rank, host.world_size):
+    with awaiting(host):
         return broadcast_text(text, host.root_device, purpose=_PURPOSE)
 
 
@@ -168,6 +163,11 @@ def read(path: str, checkpoint_io: Any) -> Any:
                 return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"it cannot be read ({in_short(error)})") from error
+
+
+def awaiting(host: Ranks) -> contextlib.AbstractContextManager[None]:
+    """Name the ranks that take long to save or read a checkpoint."""
+    return awaiting_peers(_UNTIL, host.global_rank, host.world_size)
 
 
 def reading(path: Any) -> contextlib.AbstractContextManager[None]:

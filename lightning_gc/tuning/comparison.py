@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ import rich.progress
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from lightning_gc.core.notices import waiting
+from lightning_gc.core import notices
 from lightning_gc.methods.method import DENSE, Method
 from lightning_gc.tuning import failure_detector
 from lightning_gc.tuning.experiment import Experiment
@@ -27,7 +26,6 @@ from lightning_gc.tuning.final_runs import (
     final_records,
     finals_running,
     finals_total,
-    only_others_run_finals,
     run_finals,
 )
 from lightning_gc.tuning.journal import database_errors, open_storage
@@ -186,41 +184,40 @@ def tune(
     # All of them before the first trial, which may take a day.
     studies = {method.name: open_study(experiment, method, storage) for method in wanted}
     detector = FailureDetector()
+    idle, due = time.monotonic(), notices.FIRST  # since when; after how many seconds to say so
     with interrupt_check() as check:
 
         def run(events: Iterator[Event]) -> None:
+            nonlocal idle, due
             check()
             for event in events:
                 now = workload(experiment, wanted, studies, finals)
                 show(replace(event, workload=now))
                 check()
+                idle, due = time.monotonic(), notices.FIRST
 
-        def wait(what: str, only_others: Callable[[], bool]) -> None:
-            with waiting(f"Waiting for {what} in other processes"):
-                while only_others():
-                    time.sleep(_PAUSE)
-                    check()
+        def pause(what: str) -> None:
+            nonlocal due
+            time.sleep(_PAUSE)
+            if (passed := time.monotonic() - idle) > due:
+                notices.say("Waiting for other processes to end %s (%.0f s so far).", what, passed)
+                due = passed + notices.AGAIN
 
         planned = workload(experiment, wanted, studies, finals)
         show(Event("", "plan", 0, str(planned), planned))
         for method in wanted:
             run(_run_study(experiment, method, studies[method.name], detector))
         for method in wanted:
-            study, dense = studies[method.name], studies[DENSE]
+            study = studies[method.name]
             # If other processes die during the last trials, this one repeats them.
-            trials = partial(failure_detector.only_others_run, study, experiment.trials, detector)
             while failure_detector.running(study):
-                wait(f"trials of {study.study_name}", trials)
+                pause(f"trials of {study.study_name}")
                 run(_run_study(experiment, method, study, detector))
-            final = experiment, method, study, dense
             while finals:
-                run(_run_finals(*final, detector))
-                if not finals_running(*final):
+                run(_run_finals(experiment, method, study, studies[DENSE], detector))
+                if not finals_running(experiment, method, study, studies[DENSE]):
                     break
-                wait(
-                    f"final runs of {study.study_name}",
-                    partial(only_others_run_finals, *final, detector),
-                )
+                pause(f"final runs of {study.study_name}")
     return studies
 
 

@@ -173,22 +173,11 @@ def fail_lost_trials(study: optuna.Study, detector: FailureDetector) -> list[int
     """Mark trials of dead processes as failed, and return their numbers."""
     lost = []
     for trial in running(study):
-        if _is_lost(study, trial, detector):
+        if detector.is_dead((study.study_name, trial.number), trial.user_attrs):
             with contextlib.suppress(ValueError, optuna.exceptions.UpdateFinishedTrialError):
                 study.tell(trial.number, state=TrialState.FAIL)
                 lost.append(trial.number)
     return lost
-
-
-def only_others_run(study: optuna.Study, wanted: int, detector: FailureDetector) -> bool:
-    """Return whether other processes run all trials that are left."""
-    trials = running(study)
-    lost = any(_is_lost(study, trial, detector) for trial in trials)
-    return bool(trials) and not lost and not has_room(study, wanted)
-
-
-def _is_lost(study: optuna.Study, trial: FrozenTrial, detector: FailureDetector) -> bool:
-    return detector.is_dead((study.study_name, trial.number), trial.user_attrs)
 
 
 def running(study: optuna.Study) -> list[FrozenTrial]:

@@ -37,7 +37,8 @@ def run_finals(
     one was taken for dead.
     """
     for key, source, params, seed in _planned(experiment, method, study, dense):
-        if not _is_to_do(study, key, detector):
+        known, run = study.user_attrs.get(key), (study.study_name, key)
+        if known and ("validation" in known or not detector.is_dead(run, known)):
             continue
         began = time.monotonic()
         with _claimed(study, key):
@@ -55,27 +56,6 @@ def finals_running(
     known = study.user_attrs
     keys = [key for key, *_ in _planned(experiment, method, study, dense)]
     return any(known.get(key) and "validation" not in known[key] for key in keys)
-
-
-def only_others_run_finals(
-    experiment: Experiment,
-    method: Method,
-    study: optuna.Study,
-    dense: optuna.Study,
-    detector: FailureDetector,
-) -> bool:
-    """Return whether other processes do all final runs that are left."""
-    keys = [key for key, *_ in _planned(experiment, method, study, dense)]
-    to_do = any(_is_to_do(study, key, detector) for key in keys)
-    return not to_do and finals_running(experiment, method, study, dense)
-
-
-def _is_to_do(study: optuna.Study, key: str, detector: FailureDetector) -> bool:
-    """Return whether no process has done a run, and no living one does it."""
-    known = study.user_attrs.get(key)
-    if not known:
-        return True
-    return "validation" not in known and detector.is_dead((study.study_name, key), known)
 
 
 def final_records(study: optuna.Study, dense: optuna.Study | None) -> list[dict[str, Any]]:

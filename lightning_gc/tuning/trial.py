@@ -175,7 +175,7 @@ def fit_in_subprocess(
             number = 0
             while True:
                 with waiting(
-                    f"Waiting for a validation of the run in {experiment.devices} processes"
+                    f"Waiting for a run in {experiment.devices} processes to validate or end"
                 ):
                     message = _receive(process, folder, number, experiment.timeout)
                 if "error" in message:

@@ -26,6 +26,7 @@ from tests.support.waits import hearing, held
 
 pytestmark = pytest.mark.processes
 CPU = torch.device("cpu")
+PEER = "Waiting for worker 1 to save or read a checkpoint"
 Act = Callable[[], object]
 
 
@@ -46,11 +47,11 @@ def weights() -> Act:
 
 
 def results() -> Act:
-    return lambda: together(host(), "save a.ckpt", {dist.get_rank(): lambda: ""})
+    return lambda: together(host(), {dist.get_rank(): lambda: ""})
 
 
 def paths() -> Act:
-    return lambda: told_by_rank_0(host(), "save a.ckpt", "a.ckpt")
+    return lambda: told_by_rank_0(host(), "a.ckpt")
 
 
 def handle() -> Any:
@@ -89,8 +90,8 @@ def meet(worker: int, late: int, make: Callable[[], Act], sentence: str, seen: P
         (1, groups, "start"),
         (1, settings, "start"),
         (0, weights, "begin with the same weights"),
-        (1, results, "save a.ckpt"),
-        (0, paths, "save a.ckpt"),
+        (1, results, "save or read a checkpoint"),
+        (0, paths, "save or read a checkpoint"),
         (1, mean_state, "save the mean state"),
         (1, loading, "load a state"),
     ],
@@ -106,7 +107,7 @@ class Holds(pl.Callback):
     """Keeps this worker at one place until the other one has said its line."""
 
     def __init__(self, place: str, seen: Path) -> None:
-        setattr(self, place, lambda *_: held(seen))
+        setattr(self, place, lambda *_, **__: held(seen))
 
 
 def train(worker: int, place: str, sentence: str, seen: Path) -> None:
@@ -175,14 +176,9 @@ def save_or_restore(worker: int, folder: Path, epochs: int, peer: str, file: str
 
 
 def test_what_saving_and_restoring_wait_for(tmp_path: Path) -> None:
-    path, files = checkpoint(tmp_path, 0, 5), f"Waiting for {tmp_path / FOLDER}"
-    said = f"Waiting for worker 1 to save {path} (", f"{files}/...-worker0of2.pt to be written ("
-    run_in_processes(save_or_restore, 2, tmp_path, 1, *said)
-    said = (
-        f"Waiting for worker 1 to read {path} and its side files (",
-        f"{files}/...-worker0of2.pt to be read (",
-    )
-    run_in_processes(save_or_restore, 2, tmp_path, 2, *said)
+    peer, file = f"{PEER} (", f"Waiting for {tmp_path / FOLDER}/...-worker0of2.pt to be"
+    run_in_processes(save_or_restore, 2, tmp_path, 1, peer, f"{file} written (")
+    run_in_processes(save_or_restore, 2, tmp_path, 2, peer, f"{file} read (")
 
 
 def save_mean(worker: int, folder: Path, seen: Path, sentence: str) -> None:
@@ -198,6 +194,4 @@ def save_mean(worker: int, folder: Path, seen: Path, sentence: str) -> None:
 
 
 def test_whom_saving_the_mean_waits_for(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, 0, 5)
-    said = f"Waiting for worker 1 to save {path} ("
-    run_in_processes(save_mean, 2, tmp_path, tmp_path / "seen", said)
+    run_in_processes(save_mean, 2, tmp_path, tmp_path / "seen", f"{PEER} (")
