@@ -174,9 +174,7 @@ def fit_in_subprocess(
         try:
             number = 0
             while True:
-                with waiting(
-                    f"Waiting for a run in {experiment.devices} processes to validate or end"
-                ):
+                with waiting(f"Waiting for a run in {experiment.devices} processes to report"):
                     message = _receive(process, folder, number, experiment.timeout)
                 if "error" in message:
                     raise SubprocessError(message["error"])

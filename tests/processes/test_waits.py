@@ -1,5 +1,6 @@
 """A worker that waits for another one says for whom: the other one comes once this is said."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +137,55 @@ def train(worker: int, place: str, sentence: str, seen: Path) -> None:
 )
 def test_whom_a_fit_waits_for(place: str, sentence: str, tmp_path: Path) -> None:
     run_in_processes(train, 2, place, sentence, tmp_path / "seen")
+
+
+class EachStep(Fixed):
+    """Decides before every step."""
+
+    def every_steps(self, epoch: int) -> int:
+        return 1
+
+
+class Started(pl.Callback):
+    """Names the threads that have been started until the first batch's end, and after it."""
+
+    def __init__(self) -> None:
+        self.first: list[str] = []
+        self.later: list[str] = []
+        self._now = self.first
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        start = threading.Thread.start
+
+        def named(thread: threading.Thread) -> None:
+            self._now.append(thread.name)
+            start(thread)
+
+        threading.Thread.start = named  # type: ignore[method-assign]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._now = self.later
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._now = []
+
+
+def train_each_step(worker: int) -> None:
+    started, strategy = Started(), ddp(PerParameter(TopK(0.1)), controller=EachStep(0.1))
+    fit(
+        strategy,
+        Books,
+        own_batches(worker, 4),
+        devices=2,
+        callbacks=[started],
+        use_distributed_sampler=False,
+    )
+    assert "notices" in started.first
+    assert not started.later
+
+
+def test_no_step_starts_a_thread() -> None:
+    run_in_processes(train_each_step, 2)
 
 
 class Slow(TorchCheckpointIO):

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lightning_gc.core import notices
-from lightning_gc.core.flow import Gather, Reply, Request
-from lightning_gc.transports import Transport
 
 LONGEST = 60.0  # seconds after which a line that does not come is given up
 
@@ -54,16 +52,3 @@ def held(event: threading.Event | Path) -> None:
     while not (event.exists() if isinstance(event, Path) else event.is_set()):
         assert time.monotonic() < given_up, "the line has not come"
         time.sleep(0.005)
-
-
-class Late(Transport):
-    """Worker 0 of two; worker 1 answers as worker 0 does, once worker 0 has said its line."""
-
-    def __init__(self, event: threading.Event) -> None:
-        self.event = event
-        self.worker, self.workers, self.sent_bytes = 0, 2, 0
-
-    def fulfil(self, request: Request) -> Reply:
-        assert isinstance(request, Gather)
-        held(self.event)
-        return [request.tensors, request.tensors]

@@ -91,7 +91,7 @@ def late(path: Path, trial: optuna.trial.BaseTrial) -> Any:
 def test_a_run_in_other_processes(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     rules = experiment(functools.partial(late, seen), workers=1, devices=2)
-    sentence = "Waiting for a run in 2 processes to validate or end ("
+    sentence = "Waiting for a run in 2 processes to report ("
     with (
         hearing(sentence, seen.touch),
         pytest.raises(SubprocessError, match="it has been said"),

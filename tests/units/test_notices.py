@@ -7,6 +7,7 @@ import pytest
 
 from lightning_gc.core import notices
 from lightning_gc.core.notices import waiting
+from lightning_gc.transports.peer_error import awaiting_peers
 from tests.support.waits import hearing, held
 
 
@@ -40,3 +41,21 @@ def test_the_first_line_may_come_earlier_than_others(monkeypatch: pytest.MonkeyP
 
     with waiting(what, first=0.01):
         held(said)
+
+
+@pytest.mark.parametrize(
+    ("worker", "workers", "whom"),
+    [(0, 2, "worker 1"), (1, 2, "worker 0"), (1, 3, "the 2 other workers")],
+)
+def test_a_worker_names_the_others(worker: int, workers: int, whom: str) -> None:
+    said = threading.Event()
+    with (
+        hearing(f"Waiting for {whom} to start (", said.set),
+        awaiting_peers("start", worker, workers),
+    ):
+        held(said)
+
+
+def test_the_only_worker_waits_for_nobody() -> None:
+    with awaiting_peers("start", 0, 1):
+        assert "notices" not in {thread.name for thread in threading.enumerate()}
