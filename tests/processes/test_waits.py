@@ -161,7 +161,7 @@ class Started(pl.Callback):
             self._now.append(thread.name)
             start(thread)
 
-        threading.Thread.start = named  # type: ignore[method-assign]
+        threading.Thread.start = named  # type: ignore[assignment]
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._now = self.later
