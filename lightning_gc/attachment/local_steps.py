@@ -82,9 +82,9 @@ from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import units_of
 from lightning_gc.sharded.shard_exchange import synchronizer_of_shards, take_over_shards
 from lightning_gc.sharded.shard_validation import refuse_curves, refuse_model
-from lightning_gc.sharded.sharded_workers import ShardedWorkers, own_group
+from lightning_gc.sharded.sharded_workers import ShardedWorkers
 from lightning_gc.transports.base import all_reduce_bytes
-from lightning_gc.transports.distributed import Distributed
+from lightning_gc.transports.distributed import Distributed, own_group
 from lightning_gc.transports.island import ALONE, Island
 
 
