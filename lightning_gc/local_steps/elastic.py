@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -371,7 +371,7 @@ class ElasticExchange:
             whom: the worker waits for, if the rendezvous has not told.
         """
         limit = time.monotonic() + self.elastic.patience
-        with waiting(lambda: self._waits(whom), _WAITS) if self._line else nullcontext():
+        with self._saying(lambda: self._waits(whom), _WAITS):
             while True:
                 self._report()
                 text = self.island.say(partial(self._next, limit, whom))
@@ -382,17 +382,30 @@ class ElasticExchange:
                 if done is not None and done.what in wanted:
                     return done
 
+    def _saying(
+        self, what: str | Callable[[], str], first: float | None = None
+    ) -> AbstractContextManager[None]:
+        """Say what this worker does, if it takes long; one rank of an island says it."""
+        if self._line is None:
+            return nullcontext()
+
+        def sentence() -> str:
+            number = self._member.report.number
+            who = "This worker" if number is None else f"Worker {number}"
+            return f"{who} {what if isinstance(what, str) else what()}"
+
+        return waiting(sentence, first)
+
     def _waits(self, whom: str) -> str:
         """Return for whom or what this worker waits."""
         assert self._line is not None
         report, fetched = self._member.report, self._fetched
-        who = "This worker" if report.number is None else f"Worker {report.number}"
         if fetched is not None:
-            return f"{who} takes the snapshot of worker {fetched.donor} at {fetched.address}"
+            return f"takes the snapshot of worker {fetched.donor} at {fetched.address}"
         place = f" in round {report.round}" if report.phase in ("asking", "done", "failed") else ""
         if self._line.trouble:
-            return f"{who} waits{place} for {whom}: {self._line.trouble}"
-        return f"{who} waits{place} for {self._line.awaited or whom}"
+            return f"waits{place} for {whom}: {self._line.trouble}"
+        return f"waits{place} for {self._line.awaited or whom}"
 
     def _next(self, limit: float, whom: str) -> str:
         """Return the next entry of the log as text, empty if the log has no new one."""
@@ -574,7 +587,9 @@ class ElasticExchange:
                 if not self._changing:
                     self._still.acquire()
                     self._changing = True
-                self._attempt(done, sent)
+                others = [each for each in self._member.report.members if each != self.number]
+                with self._saying(f"exchanges round {number} with {workers_in_words(others)}"):
+                    self._attempt(done, sent)
             elif done.what == "commit":
                 self._finish(sent)
                 return
@@ -619,9 +634,7 @@ class ElasticExchange:
             transport.sent_bytes = self._recording.inner.sent_bytes
             self._recording.inner = self.island.over(transport)
             self._recording.worker, self._recording.workers = rank, size
-            what = f"Worker {self.number} exchanges round {self._member.report.round} with "
-            others = workers_in_words([each for each in members if each != self.number])
-            with torch.no_grad(), waiting(what + others) if self._line else nullcontext():
+            with torch.no_grad():
                 for each in sent:
                     flow, each.arrived = each.make()
                     self._recording.run(flow, self._device)
@@ -784,7 +797,8 @@ class ElasticExchange:
             if number == self.number:
                 continue
             visit = visiting(address, self._seal, self._most, float(self.elastic.timeout))
-            with suppress(OSError, ValueError), visit as wire:
+            offer = self._saying(f"offers its error to worker {number} at {address}")
+            with offer, suppress(OSError, ValueError), visit as wire:
                 wire.send(said)
                 if wire.receive() == {"taken": True}:
                     say(
@@ -827,13 +841,14 @@ class ElasticExchange:
         if self._member.report.phase == "done" and self._line is not None:
             self._loop = None  # a signal has been noted
             limit = time.monotonic() + self.elastic.timeout
-            while self._member.report.phase == "done" and time.monotonic() < limit:
-                entry = self._unread or self._line.next(0.1)
-                done = None if entry is None else self._read(entry)
-                if done is not None and done.what == "commit":
-                    self._workers.end_round([])
-                elif done is not None:
-                    self._undo()
+            with self._saying(f"hears how round {self._member.report.round} has ended"):
+                while self._member.report.phase == "done" and time.monotonic() < limit:
+                    entry = self._unread or self._line.next(0.1)
+                    done = None if entry is None else self._read(entry)
+                    if done is not None and done.what == "commit":
+                        self._workers.end_round([])
+                    elif done is not None:
+                        self._undo()
         if self._workers.engines and self._workers.first.torn:
             self._undo()
 
