@@ -31,6 +31,7 @@ from lightning_gc.advice.meeting import (
 )
 from lightning_gc.compressors import Identity
 from lightning_gc.core import text_table
+from lightning_gc.core.notices import waiting
 from lightning_gc.core.text_table import print_line
 from lightning_gc.exchange.kernel_compilation import compile_kernels, own_release
 from lightning_gc.exchange.validation import FIXES
@@ -334,10 +335,13 @@ def measured(store: Store, party: Party) -> float:
     limit = timedelta(seconds=60)
     group = PrefixStore("gloo", store)
     me, machines = party.number, party.machines
-    with naming_peers("connection", "the check of the link", me, machines):
-        dist.init_process_group("gloo", timeout=limit, world_size=machines, rank=me, store=group)
-    transport = Distributed(purpose="the check of the link")
-    (probes,) = probe(transport, torch.device("cpu"), ("Exchange",)).values()
+    with waiting("Waiting for the other machines to measure the link"):
+        with naming_peers("connection", "the check of the link", me, machines):
+            dist.init_process_group(
+                "gloo", timeout=limit, world_size=machines, rank=me, store=group
+            )
+        transport = Distributed(purpose="the check of the link")
+        (probes,) = probe(transport, torch.device("cpu"), ("Exchange",)).values()
     dist.destroy_process_group()
     return sustained(probes)
 

@@ -24,11 +24,16 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_gc.checkpoint import side_files
-from lightning_gc.checkpoint.side_files import Ranks, in_short, on_all_ranks
+from lightning_gc.checkpoint.side_files import (
+    Ranks,
+    in_short,
+    on_all_ranks,
+    reading,
+    told_by_rank_0,
+)
 from lightning_gc.core import COUNT, TEXT, WHOLE, Each, Leaf, Record
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import check_checksum, with_checksum
-from lightning_gc.transports.distributed import broadcast_text
 
 LAST = "meta.pt"
 """The file that Lightning writes last, when all others are complete."""
@@ -51,7 +56,7 @@ def record_files(host: Ranks, target: Path, folder: Path) -> None:
     names = []
     if host.global_rank == 0:
         names = [path.name for path in sorted(target.iterdir()) if _is_of_checkpoint(path.name)]
-    names = json.loads(broadcast_text(json.dumps(names), host.root_device))
+    names = json.loads(told_by_rank_0(host, json.dumps(names)))
     found: dict[str, str] = {}
 
     def read() -> str:
@@ -158,7 +163,7 @@ def _share(names: Iterable[str], host: Ranks) -> list[str]:
 
 def _sum_of(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()

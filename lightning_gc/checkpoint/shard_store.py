@@ -35,8 +35,11 @@ from lightning_gc.checkpoint.side_files import (
     Host,
     in_short,
     on_all_ranks,
+    reading,
     shared_of,
+    told_by_rank_0,
     write_atomically,
+    writing,
 )
 from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
@@ -59,7 +62,6 @@ from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.core.pytree import Tree, average, each_tensor
 from lightning_gc.core.state_structure import FLOATS
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
-from lightning_gc.transports.distributed import broadcast_text
 
 SHARDED = "sharded"
 TENSORS = "tensors"
@@ -151,7 +153,12 @@ class ShardedSaving:
     def save(self, checkpoint: Tree, path: Any, options: Any, write: Callable[[Any], None]) -> None:
         """Write the error state of a full checkpoint, then the checkpoint by ``write``."""
         host = self.host
-        target = Path(broadcast_text(os.fspath(path), host.root_device))
+        target = Path(told_by_rank_0(host, os.fspath(path)))
+
+        def write_named(where: Any) -> None:
+            with writing(target):
+                write(where)
+
         engines = host.local_workers.engines
         full = bool(engines) and "optimizer_states" in checkpoint and self.mode != "off"
         if full:
@@ -159,14 +166,14 @@ class ShardedSaving:
         stem = checkpoint[KEY]["stem"] if full else ""
         if host.distributed_form:
             self._withdraw(target)
-            write(target)
+            write_named(target)
             if full:
                 record_files(host, target, folder_of(target, stem))
         elif host.global_rank == 0:
             # Other ranks use the path that rank 0 broadcasts.
-            write_atomically(target, write, host.checkpoint_io.remove_checkpoint)
+            write_atomically(target, write_named, host.checkpoint_io.remove_checkpoint)
         else:
-            write(target)
+            write_named(target)
         if (full or host.distributed_form) and host.global_rank == 0:
             remove(target, keep=stem)
 
@@ -231,7 +238,8 @@ class ShardedSaving:
                 own["own"] = alone
             own = with_checksum(own)
             folder.mkdir(parents=True, exist_ok=True)
-            with file_of(folder, host.global_rank, host.world_size).open("wb") as file:
+            path = file_of(folder, host.global_rank, host.world_size)
+            with writing(path), path.open("wb") as file:
                 torch.save(own | {TENSORS: {_key_of(p): t for p, t in small.items()}}, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -305,7 +313,7 @@ class ShardedRestoring:
             RuntimeError: on all ranks, if one cannot use its files.
         """
         host = self.host
-        target = Path(broadcast_text(str(path), host.root_device))
+        target = Path(told_by_rank_0(host, str(path)))
         self._check_files(target, weights_only)
         if not fit or not host.local_workers.engines:
             return load()
@@ -427,11 +435,13 @@ class ShardedRestoring:
         holders = {r * shards + s for r in source for s in ([shard] if same else range(shards))}
         states = {}
         for each in sorted(own | holders):
-            file = self._file(main, folder, each)
-            tensors = file.pop(TENSORS, None)
-            if each in holders:
-                with _named(file_of(folder, each, replicas * shards)):
-                    _add(assembly, file["parts"], tensors, each // shards, written)
+            path = file_of(folder, each, replicas * shards)
+            with reading(path):
+                file = self._file(main, folder, each)
+                tensors = file.pop(TENSORS, None)
+                if each in holders:
+                    with _named(path):
+                        _add(assembly, file["parts"], tensors, each // shards, written)
             if each in own:
                 averaged, compressor = (
                     each_tensor(file[name], Tensor.clone) for name in ("averaged", "compressor")

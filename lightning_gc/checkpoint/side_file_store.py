@@ -25,6 +25,7 @@ from lightning_gc.checkpoint.side_files import (
     shared_of,
     together,
     wraps,
+    writing,
 )
 from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
@@ -133,7 +134,8 @@ class Saving:
         if main["torn"]:
             return main  # a round is incomplete: errors are neither those before nor after it
         if main["mode"] == "mean":
-            return main | self._mean(shared)
+            with side_files.awaiting(self.host):
+                return main | self._mean(shared)
         return main | {"files": self._write_side_files(main, path, options)}
 
     def _mean(self, shared: Tree) -> Tree:
@@ -184,7 +186,8 @@ class Saving:
         io = self.host.checkpoint_io
         put(target, partial(io.save_checkpoint, own, storage_options=options), io)
         if not side_files.exists(target):
-            io.teardown()  # waits for a CheckpointIO that writes in a thread
+            with writing(target):
+                io.teardown()  # waits for a CheckpointIO that writes in a thread
         if not side_files.exists(target):
             raise FileNotFoundError(
                 f"{type(io).__name__} has not written the file; use a CheckpointIO that writes to "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import warnings
@@ -143,11 +144,15 @@ class ControlLoop:
         if begins and self.controller.deciding(epoch)[1] == epoch:
             self._first_step = self._step
         if begins or self._due(epoch):
-            now = moment()
-            observation = self._observe(epoch, rate, now, peers, begins)
-            said = self._call_policy(observation, epoch, now.total_steps) if peers.decides else None
-            self.ended, self._epoch = begins, epoch
-            self._apply_decision(peers, said)
+            # Within an epoch each step may have a decision, and no step is to start a thread.
+            until = f"begin epoch {epoch}"
+            with peers.awaiting(until) if begins else contextlib.nullcontext():
+                now = moment()
+                observation = self._observe(epoch, rate, now, peers, begins)
+                steps = now.total_steps
+                said = self._call_policy(observation, epoch, steps) if peers.decides else None
+                self.ended, self._epoch = begins, epoch
+                self._apply_decision(peers, said)
             self._probes.clock.resume()
         self._rate = rate
 
