@@ -13,9 +13,7 @@ from lightning_gc import HardThreshold, PerParameter, TopK
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.control.probes import WorkerStatistics
 from lightning_gc.controllers import Decision, EstimatedThreshold, Needs, Observation
-from lightning_gc.core.bucket import Tally
 from lightning_gc.exchange.peers import Peers
-from lightning_gc.transports.simulated import Ledger
 from tests.support.controlled_workers import CPU, NUMEL, Listens, Training, loop
 
 
@@ -228,21 +226,6 @@ def test_a_resume_keeps_the_figures_since_the_last_decision() -> None:
     for one, other in zip(counts[whole], counts[second], strict=True):
         assert all(figure > 0 for figure in one.figures()[:3])
         assert other.figures() == one.figures()
-
-
-def test_a_tally_of_0_1_goes_on_without_what_was_sent_whole() -> None:
-    old, new = (WorkerStatistics(Training(1).workers.first, Listens()) for _ in range(2))
-    old.engine.statistics.tally = Tally(grad_elements=900, elements=700, sent=70)
-    for each in (old, new):
-        each.attach(Ledger(1).pages[0])
-    state = old.own_state()
-    del state["tally"]["grad_elements"]
-    WorkerStatistics.structure.check(state)
-    new.load_own_state(state)
-    assert new.figures()[2] == 70
-    del state["tally"]["elements"]  # which no version has left out
-    with pytest.raises(ValueError, match="elements"):
-        WorkerStatistics.structure.check(state)
 
 
 def test_the_layout_of_a_checkpoint_is_used_if_it_has_the_same_parameters() -> None:

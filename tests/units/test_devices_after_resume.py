@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_gc import PowerSGD, StepAhead, TopK
 from lightning_gc.checkpoint import memory_store
-from lightning_gc.checkpoint.worker_state import WorkerState, apply, shared_state
+from lightning_gc.checkpoint.worker_state import WorkerState, apply, configuration_of, shared_state
 from lightning_gc.control.control_loop import ControlLoop
 from lightning_gc.control.probes import gradient_moments
 from lightning_gc.controllers import EstimatedThreshold
@@ -63,7 +63,8 @@ class Resumed:
 
     def by_attach(self) -> None:
         loop = self.control.state_dict({})
-        control = {"loop": loop, "worker": self.own["controller"]}
+        named = configuration_of(self.workers, self.control)["controller"]
+        control = {"controller": named, "loop": loop, "worker": self.own["controller"]}
         saved = {"engine": self.engine_state, "levels": None, "layout": [["w"]], "control": control}
         state = memory_store.of_worker(saved, self.workers, self.control)
         apply(self.workers, self.control, [state], CUDA)
