@@ -33,7 +33,7 @@ from lightning_gc.advice import advise
 from lightning_gc.advice.alpha_beta import KINDS, NOMINAL, at_rate, fit_all, probe
 from lightning_gc.advice.prediction import predict
 from lightning_gc.bench.baselines import PLAIN
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.text_table import markdown
 from lightning_gc.transports import Distributed
 
 LIMIT = timedelta(seconds=120)

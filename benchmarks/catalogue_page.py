@@ -9,7 +9,7 @@ from typing import Any
 import dated_page
 from matplotlib.figure import Figure
 
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 Row = dict[str, Any]
 

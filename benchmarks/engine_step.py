@@ -27,8 +27,8 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.base import Codec
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core.flow import Flow
-from lightning_gc.core.text_table import markdown
 from lightning_gc.engine.engine import Engine
+from lightning_gc.methods.text_table import markdown
 from lightning_gc.transports.simulated import Simulated
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_gc import QSGD, Identity, Int8, NarrowResidual, WeightDifferences, attach
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.text_table import markdown
 
 RUNS = Path("runs") / "fsdp_losses.jsonl"
 WIDTH, LAYERS, LENGTH, BATCH, RATE = 128, 4, 64, 16, 2e-3

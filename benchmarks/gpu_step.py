@@ -27,8 +27,8 @@ import lightning_gc as gc
 from lightning_gc.bench.baselines import BASELINES, NONE, PLAIN, baseline_strategy
 from lightning_gc.bench.method_run import WARMUP_STEPS, StepTimer
 from lightning_gc.compressors import Compressor
-from lightning_gc.core.text_table import markdown
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
+from lightning_gc.methods.text_table import markdown
 
 METHODS: dict[str, Compressor] = {
     "Identity()": gc.Identity(),

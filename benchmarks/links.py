@@ -20,7 +20,7 @@ import torch.distributed as dist
 from namespaces import Link, check_privileges, launch, network
 
 from lightning_gc.core.flow import Exchange, Gather, Mean
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.text_table import markdown
 from lightning_gc.transports import Distributed
 
 SIZES = (137_000, 1_100_000, 4_450_000)  # bytes of a payload: TopK's, QSGD's, bfloat16's of an LSTM

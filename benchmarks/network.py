@@ -29,7 +29,7 @@ from network_methods import LIMIT, METHODS, check_methods, steps_between, train
 
 from lightning_gc.bench.benchmark import COLUMNS, cells
 from lightning_gc.bench.method_run import WARMUP_STEPS, StepTimer
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.text_table import markdown
 
 
 def turn(

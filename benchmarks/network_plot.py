@@ -13,8 +13,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from lightning_gc.core import plot_style
-from lightning_gc.core.plot_style import DENSE, FAMILIES, INK, PEER
+from lightning_gc.methods import plot_style
+from lightning_gc.methods.plot_style import DENSE, FAMILIES, INK, PEER
 
 HERE = Path(__file__).parent
 IMAGES = HERE.parent / "docs" / "images"

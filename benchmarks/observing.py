@@ -28,8 +28,8 @@ from lightning_gc import CompressedDDPStrategy, TopK
 from lightning_gc.control.control_loop import ControlLoop
 from lightning_gc.controllers import Controller, Decision, Needs, Observation
 from lightning_gc.controllers.base import State
-from lightning_gc.core.text_table import markdown
 from lightning_gc.engine.statistics import EpochStatistics
+from lightning_gc.methods.text_table import markdown
 from lightning_gc.transports.accounting import Recording
 
 DECLARED = {

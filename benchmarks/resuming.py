@@ -27,8 +27,8 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_gc import CompressedDDPStrategy, PerParameter, SizeSwitch, TopK
 from lightning_gc.checkpoint.worker_state import worker_state
-from lightning_gc.core import plot_style
 from lightning_gc.engine import Engine
+from lightning_gc.methods import plot_style
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from images import Photos, load

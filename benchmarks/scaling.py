@@ -43,8 +43,8 @@ from lightning_gc import (
 from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange
 from lightning_gc.advice.traces import Asked, Pattern, Shapes, Trace, pattern, trace
 from lightning_gc.compressors import Compressor
-from lightning_gc.core.plot_style import FAMILIES, SERIES
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.plot_style import FAMILIES, SERIES
+from lightning_gc.methods.text_table import markdown
 from lightning_gc.schemes import Scheme
 
 FULL: Shapes = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 DASHES = ("-", "--", ":", "-.")
 

@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import QSGD, Hierarchical, Int8, PowerSGD, TopK, WeightDifferences, attach
 from lightning_gc.compressors import Compressor
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.text_table import markdown
 
 RANKS, WARMUP = 4, 3
 LIMIT = timedelta(seconds=120)

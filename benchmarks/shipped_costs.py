@@ -35,8 +35,8 @@ from lightning_gc.advice.prediction import METHODS, WHOLE
 from lightning_gc.advice.traces import Shapes, Trace, trace
 from lightning_gc.advice.what_if import WhatIf, gpt2
 from lightning_gc.compressors import Identity
-from lightning_gc.core.text_table import markdown
 from lightning_gc.methods.method import parse_method
+from lightning_gc.methods.text_table import markdown
 from lightning_gc.schemes import AllReduce
 
 OUT = Path(lightning_gc.__file__).parent / "advice" / "shipped_costs.json"

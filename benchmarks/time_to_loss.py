@@ -28,7 +28,7 @@ from namespaces import Link, check_privileges, launch, network
 from network_methods import LIMIT, METHODS, check_methods
 
 from lightning_gc.bench.baselines import NONE, PLAIN
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.text_table import markdown
 
 RATES = (0.5, 1.0, 2.0, 4.0)
 SEEDS = (0, 1, 2)

@@ -43,7 +43,7 @@ from lightning_gc import (
     SimulatedLocalStepsStrategy,
     Unequal,
 )
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.text_table import markdown
 
 sys.path.insert(0, str(Path(__file__).with_name("papers")))
 import tasks  # noqa: F401 - sets the path

@@ -38,8 +38,8 @@ from network_methods import LIMIT
 
 from lightning_gc import CompressedDDPStrategy, TopK
 from lightning_gc.controllers import BandwidthAware, Controller, Fixed
-from lightning_gc.core import plot_style
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods import plot_style
+from lightning_gc.methods.text_table import markdown
 
 WORKERS, MODEL, TURN, LAST = 2, "lstm8", 8, 20
 FAST, SLOW = Link(mbit=1000), Link(mbit=100)

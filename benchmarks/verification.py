@@ -29,7 +29,7 @@ from models import MODELS, build
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import QSGD, Cast, PowerSGD, TopK, attach
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.text_table import markdown
 
 SETTINGS: tuple[Any, ...] = (0, 1, "payload")
 METHODS = {

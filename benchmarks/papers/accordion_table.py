@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from lightning_gc import HardThreshold, PerParameter, TopK
 from lightning_gc.controllers import Accordion, TotalError, TotalErrorBudget
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 MOST, LEAST = 0.01, 0.001
 DENSE, HIGH, LOW, ACCORDION, HARD = (

@@ -34,7 +34,7 @@ from lightning_gc import (
     Quantised,
     TopK,
 )
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 RATES = (0.0015, 0.003, 0.006, 0.012)
 MOMENTA = (0.9, 0.0)

@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 from lightning_gc import AllGather, NoMemory, PerParameter, Residual, Uniform
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Accordion, Controller, DynamicBitWidth, Schedule
-from lightning_gc.core import plot_style
 from lightning_gc.memories import Memory
+from lightning_gc.methods import plot_style
 
 WHOLE = 1 << 24  # block size: one scale per tensor
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_gc import GaussianK, RedSync, SIDCo, TopK
 from lightning_gc.compressors import SparseCodec
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.text_table import markdown
 
 DENSITIES = (0.1, 0.01, 0.001)
 METHODS: dict[str, SparseCodec] = {

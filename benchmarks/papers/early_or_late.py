@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from lightning_gc import AllGather, NoMemory, PerParameter, TopK, Uniform
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller, Fixed, Schedule
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 # Knob -> the compressor, and levels of five equal parts of the run, hardest compression first.
 KNOBS: dict[str, tuple[Compressor, tuple[float, ...]]] = {

@@ -27,7 +27,7 @@ from equal_budgets_table import html
 from frame import Claim, Row, spread, table, where
 from matplotlib.figure import Figure
 
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 from lightning_gc.methods.parameter_space import PREFIX
 
 SHOWN = 8  # names in a sentence

@@ -23,7 +23,7 @@ from equal_budgets_points import BEST, trained
 from frame import Cell, Claim, Experiment, Row, table, where
 from matplotlib.figure import Figure
 
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 Settings = dict[str, Any]
 Change = Callable[[Cell, Settings], tuple[Cell, Settings] | None]

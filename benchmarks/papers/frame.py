@@ -34,7 +34,7 @@ from cell_runs import Row as Row
 from matplotlib.figure import Figure
 from scipy import stats  # type: ignore[import-untyped]
 
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 RESULTS = Path(__file__).parents[1] / "results" / "papers"
 IMAGES = Path(__file__).parents[2] / "docs" / "images"

@@ -23,7 +23,7 @@ from goodput_jobs import ARMS, Jobs, Task, loss_of, measured, replayed, run
 from goodput_rounds import Fault, Site, Terms, faults, rolled, worker_steps
 from matplotlib.figure import Figure
 
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 DEATHS, JOINS = 20, 25  # one in so many rounds
 ROUNDS = 100

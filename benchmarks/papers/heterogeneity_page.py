@@ -10,7 +10,7 @@ import numpy as np
 from frame import Claim, Row, spread, table, values, verdict, where
 from matplotlib.figure import Figure
 
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 BATCH = 16  # samples of a worker, where it does not take all
 TOP, HARD, NEAREST, ROUNDING = "Top-k", "hard threshold", "nearest", "absolute rounding"

@@ -26,7 +26,7 @@ import torch
 from lightning_gc import QSGD, HardThreshold, TopK
 from lightning_gc.compressors import Codec
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.text_table import markdown
 
 DENSITY = 0.01
 REACHED = 2.5758  # by 1 % of the magnitudes of normal numbers

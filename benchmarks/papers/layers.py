@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from lightning_gc import QSGD, PowerSGD, TopK
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import BySize, Controller, Fixed, LayerBudget
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 TASKS: dict[str, Cell] = {
     "words": {"rate": 10.0, "epochs": 5, "hidden": 64, "workers": 2, "columns": 20},

@@ -20,7 +20,7 @@ from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, 
 from matplotlib.figure import Figure
 
 from lightning_gc import PerParameter, TopK
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 RATES = (80.0, 40.0, 20.0, 10.0, 5.0)
 ARMS = {"dense": tasks.Method(), "Top-k 50x": tasks.Method(PerParameter(TopK(0.01)))}

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from transformer_runs import Arm, run
 
 from lightning_gc import QSGD, Identity, TopK
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 RATES = (0.003, 0.006, 0.012)
 DELAYS = (0, 1, 4)

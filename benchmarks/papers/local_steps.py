@@ -33,7 +33,7 @@ from lightning_gc import (
     Residual,
     TopK,
 )
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 WORKERS = 4
 RATES = (0.0015, 0.003, 0.006, 0.012, 0.024)

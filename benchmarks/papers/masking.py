@@ -20,7 +20,7 @@ from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict
 from matplotlib.figure import Figure
 
 from lightning_gc import DGC, MomentumCorrection, PerParameter, TopK
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 MOMENTUM = 0.5
 TOP_K, SENT, TEXT, NONE = "Top-k", "DGC", "DGC, the thesis's text", "DGC, no masking"

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from transformer_runs import Arm, run
 
 from lightning_gc import NarrowResidual, NoMemory, Residual, TopK
-from lightning_gc.core import plot_style
 from lightning_gc.memories import Memory
+from lightning_gc.methods import plot_style
 
 MEMORIES: dict[str, Memory] = {
     "float32": Residual(),

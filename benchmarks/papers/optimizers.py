@@ -41,7 +41,7 @@ from lightning_gc import (
     Together,
     TopK,
 )
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 DENSE = "dense"
 BINS = Quantised(ChunkedTopK(), BinMeans(2))

@@ -29,7 +29,7 @@ from models import BPTT, WORDS, Chain, Words  # isort: skip # the path is set by
 import torch
 from torch import Tensor, nn
 
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 COLUMNS = 256  # of the thesis
 ARMS: dict[str, Callable[[], Compressor]] = {

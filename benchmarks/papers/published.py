@@ -33,7 +33,7 @@ from torch import Tensor
 
 import lightning_gc as gc
 from lightning_gc.compressors.sparsifiers import sketched_sgd
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.text_table import markdown
 from lightning_gc.testing import Lockstep
 
 

@@ -19,7 +19,7 @@ from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, 
 from matplotlib.figure import Figure
 
 from lightning_gc import NoMemory, PerParameter, RandomK, TopK
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 ARMS = {
     "dense": lambda k: tasks.Method(),

@@ -23,8 +23,8 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from catalogue import compressor, is_direction  # isort: skip # the path is set by tasks
 from lightning_gc import COMPRESSORS
-from lightning_gc.core import plot_style
 from lightning_gc.engine.compatibility import combine
+from lightning_gc.methods import plot_style
 
 RATES = (40.0, 20.0, 10.0, 5.0)
 # Of methods whose result is a direction: a rate is what one step moves each weight by.

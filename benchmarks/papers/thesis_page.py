@@ -11,7 +11,7 @@ from frame import Claim, Row, spread, table, values, verdict, where
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 Place = tuple[int, int]  # units, and workers
 DENSE, NO_FEEDBACK = "dense", "randomk_50x_no_feedback"

@@ -38,7 +38,7 @@ from lightning_gc.controllers import (
     TotalError,
     TotalErrorBudget,
 )
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 TOP, CONSTANT, ROOT_S, ROOT = "Top-k", "constant λ", "λ ∝ √s", "λ ∝ √(s/γ)"
 BUDGET, EVEN, SIMPLE, ESTIMATED = "budget", "even budget", "simple λ", "estimated λ"

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from scipy import stats  # type: ignore[import-untyped]
 
 from lightning_gc import DGC, QSGD, PerParameter, TopK
-from lightning_gc.core import plot_style
+from lightning_gc.methods import plot_style
 
 COUNTS = (1, 2, 4, 8, 16)
 ARMS = {

@@ -27,9 +27,9 @@ from lightning_gc.advice.prediction import (
 from lightning_gc.advice.session import SHARE, SHARE_ALONE, Session, Target
 from lightning_gc.bench import preparation
 from lightning_gc.bench.baselines import PLAIN, select_methods
-from lightning_gc.core.text_table import markdown, plain
 from lightning_gc.methods.lightning_flavour import quiet_libraries
 from lightning_gc.methods.method import Method
+from lightning_gc.methods.text_table import markdown, plain
 from lightning_gc.methods.yaml_config import methods_in, read
 from lightning_gc.transports.network_model import rate
 

@@ -30,13 +30,13 @@ from lightning_gc.advice.meeting import (
     visit_all,
 )
 from lightning_gc.compressors import Identity
-from lightning_gc.core import text_table
 from lightning_gc.core.notices import waiting
-from lightning_gc.core.text_table import print_line
 from lightning_gc.exchange.kernel_compilation import compile_kernels, own_release
 from lightning_gc.exchange.validation import FIXES
 from lightning_gc.exchange.workers import configure
 from lightning_gc.kernels import dispatch
+from lightning_gc.methods import text_table
+from lightning_gc.methods.text_table import print_line
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.interfaces import (
     VARIABLE,

@@ -19,9 +19,9 @@ from lightning_gc.bench import preparation
 from lightning_gc.bench.baselines import BASELINES, DEFAULT, NONE, PLAIN, select_methods
 from lightning_gc.bench.method_run import Measurement, measure
 from lightning_gc.bench.preparation import BenchSetup
-from lightning_gc.core.text_table import markdown, plain
 from lightning_gc.methods.lightning_flavour import pl, quiet_libraries
 from lightning_gc.methods.method import Method
+from lightning_gc.methods.text_table import markdown, plain
 from lightning_gc.methods.yaml_config import methods_in, read
 from lightning_gc.transports.distributed import Distributed, gather_text
 

@@ -14,9 +14,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from lightning_gc.core.text_table import print_line as print_line
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.methods.lightning_flavour import pl
+from lightning_gc.methods.text_table import print_line as print_line
 from lightning_gc.methods.yaml_config import YAMLBuild
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.interfaces import named_interface

@@ -18,7 +18,6 @@ from lightning_gc.checkpoint.side_files import (
     KEY,
     Host,
     Ranks,
-    is_alone,
     make_atomic,
     on_all_ranks,
     put,
@@ -115,7 +114,7 @@ class Saving:
 
     def _state(self, path: Any, options: Any) -> Tree:
         """Return the content of the main file; write these workers' side files."""
-        workers, alone, shared = self.host.local_workers, is_alone(self.host), shared_of(self.host)
+        workers, alone, shared = self.host.local_workers, self.host.is_alone, shared_of(self.host)
         engine = workers.first
         self._saves += not alone
         save = f"{workers.run}-{'alone' if alone else self._saves}"
@@ -162,7 +161,7 @@ class Saving:
             file = workers.file_of(engine)
             target = side_files.path_of(path, main["stem"], file, workers.files)
             acts[file] = partial(self._save_own, index, main, target, options, path)
-        checksums = together(self.host, acts, main["workers"], is_alone(self.host))
+        checksums = together(self.host, acts, main["workers"], self.host.is_alone)
         return [checksums.get(worker) for worker in range(main["workers"])]
 
     def _save_own(self, index: int, main: Tree, target: str, options: Any, path: Any) -> str:
@@ -210,7 +209,7 @@ class Saving:
         problem = f"could not write {path}; if there was one of that name, it is kept"
         first = workers.file_of(workers.first) if workers.engines else host.global_rank
         number = workers.files if workers.engines else 0
-        together(host, {first: explaining(problem, act)}, number, is_alone(host))
+        together(host, {first: explaining(problem, act)}, number, host.is_alone)
 
     def _remove_old_side_files(self, path: Any, stem: str) -> None:
         """Remove side files of older checkpoints that ``path`` has overwritten.
@@ -222,7 +221,7 @@ class Saving:
         stems.append(stem)
         del stems[: -2 if wraps(self.host.checkpoint_io) else -1]
         # When workers save alone, only worker 0 knows that there is a new checkpoint.
-        if self.host.global_rank == 0 or (self.host.local_rank == 0 and not is_alone(self.host)):
+        if self.host.global_rank == 0 or (self.host.local_rank == 0 and not self.host.is_alone):
             side_files.remove(path, keep=stems)
 
     def remove(self, path: Any) -> None:
@@ -273,7 +272,7 @@ class Restoring:
     def _together(self, act: Callable[[], Any]) -> dict[int, Any]:
         workers = self.host.local_workers
         acts = {workers.file_of(workers.first): act}
-        return together(self.host, acts, workers.files, is_alone(self.host))
+        return together(self.host, acts, workers.files, self.host.is_alone)
 
     def _agreed(self, main: Any, path: Any) -> list[WorkerState]:
         """Return each worker's state; raise on all workers if one fails or its file differs."""

@@ -12,7 +12,7 @@ import os
 import posixpath
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lightning_gc.checkpoint.worker_state import shared_state
 from lightning_gc.control.control_loop import ControlLoop
-from lightning_gc.control.training_progress import metrics_due
 from lightning_gc.core.notices import waiting
 from lightning_gc.core.pytree import Tree
 from lightning_gc.exchange import Workers
@@ -53,23 +52,22 @@ class Host(Ranks, Protocol):
     local_workers: Workers
     control_loop: ControlLoop | None
     local_rank: int
-    lightning_module: Any
     reduce: Callable[..., Tensor]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this worker may be the only one that saves, as after an exception.
+
+        A collective would hang then.
+        """
+
+    def metrics(self) -> tuple[Mapping[str, Any], Collection[str]]:
+        """Return current values of metrics, and the names of those that are yet to come."""
 
 
 def shared_of(host: Host) -> Tree:
-    """Return the state that is equal on all workers of a strategy, with the Trainer's metrics."""
-    trainer, control = host.lightning_module.trainer, host.control_loop
-    due = metrics_due(trainer) if control is not None else ()
-    return shared_state(host.local_workers, control, trainer.callback_metrics, due)
-
-
-def is_alone(host: Host) -> bool:
-    """Return whether this worker may be the only one that saves, as after an exception.
-
-    A collective would hang then.
-    """
-    return bool(host.lightning_module.trainer.interrupted)
+    """Return the state that is equal on all workers of a strategy, with its metrics."""
+    return shared_state(host.local_workers, host.control_loop, *host.metrics())
 
 
 _PURPOSE, _UNTIL = "a checkpoint", "save or read a checkpoint"

@@ -1,7 +1,7 @@
 """CompressedStrategy and RealWorker: forward Lightning's hooks to an ``Attached``."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, cast
@@ -14,7 +14,6 @@ from lightning_gc.checkpoint.side_file_store import DTYPES, Restoring, Saving
 from lightning_gc.checkpoint.side_files import Host
 from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import ControlLoop, Moment
-from lightning_gc.control.training_progress import moment_of
 from lightning_gc.controllers import Controller
 from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.core.settings import CheckedCalls
@@ -28,6 +27,7 @@ from lightning_gc.flavours import EitherLightning, package_of
 from lightning_gc.lightning import workarounds
 from lightning_gc.lightning.api import StrategyAPI
 from lightning_gc.lightning.arguments import ELSEWHERE
+from lightning_gc.lightning.progress import metrics_due, moment_of
 from lightning_gc.lightning.workarounds import (
     Joining,
     PeerNaming,
@@ -142,6 +142,17 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     _lookahead: Lookahead | None = None
     _exchanges_rounds = False
     """Whether workers exchange every H steps, and a controller may set H."""
+
+    @property
+    def is_alone(self) -> bool:
+        """See ``Host``."""
+        return bool(self.lightning_module.trainer.interrupted)
+
+    def metrics(self) -> tuple[Mapping[str, Any], Collection[str]]:
+        """See ``Host``."""
+        trainer: Any = self.lightning_module.trainer
+        due = metrics_due(trainer) if self.control_loop is not None else ()
+        return trainer.callback_metrics, due
 
     def _configure(
         self,

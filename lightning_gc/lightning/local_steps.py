@@ -31,7 +31,6 @@ from lightning_gc.checkpoint.side_files import KEY
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
-from lightning_gc.control.training_progress import steps_of
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.synchronizer import leave
@@ -39,6 +38,7 @@ from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import Workers, reshard
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
+from lightning_gc.lightning.progress import steps_of
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
 from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD, Unequal
 from lightning_gc.local_steps.elastic import Elastic, ElasticExchange, check_elastic
@@ -56,10 +56,10 @@ from lightning_gc.local_steps.refusals import (
     check_unequal,
     refuse_elastic,
     refuse_grace,
-    refuse_in_trainer,
     refuse_optimizers,
     refuse_settings,
     refuse_shards,
+    refuse_synchronised_norms,
     warn_of_one_round,
 )
 from lightning_gc.local_steps.roll import Roll
@@ -71,6 +71,10 @@ from lightning_gc.sharded.sharded_workers import ShardedWorkers, replica_mesh
 
 _LIGHTNING = ("pytorch_lightning.", "lightning.")
 """Where hooks are defined that a module does not override."""
+
+
+_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
+"""Names, since there are two packages, and versions that lack one."""
 
 
 class LocalHooks(CompressedStrategy):
@@ -94,6 +98,32 @@ class LocalHooks(CompressedStrategy):
     """Whether the Trainer's optimizer step is under way, which counts."""
     _exchanges_rounds = True
     _paused: Sequence[float] = ()
+
+    def _refuse_trainer(self, trainer: Any, module: Any) -> None:
+        """Raise ValueError for settings of Trainer and module that local steps cannot obey."""
+        owner = type(self).__name__
+        if not trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"{owner} counts the steps of one optimizer, so it needs automatic optimization. "
+                f"Set automatic_optimization = True. Join several optimizers: return "
+                f"Together([muon, adamw]). For one loss per optimizer, as in a GAN, use "
+                f"CompressedDDPStrategy."
+            )
+        refuse_synchronised_norms(owner, module)
+        for callback in trainer.callbacks:
+            names = {cls.__name__ for cls in type(callback).__mro__}
+            if "ModelPruning" in names:
+                raise ValueError(
+                    f"{type(callback).__name__} prunes by a worker's own weights, which differ "
+                    f"between workers with {owner}, and so would what each prunes; remove the "
+                    f"callback and prune after the fit, or use CompressedDDPStrategy."
+                )
+            if _AVERAGING & names:
+                raise ValueError(
+                    f"{type(callback).__name__} averages a worker's own weights, which differ "
+                    f"between workers, and {owner} already averages over workers; remove the "
+                    f"callback."
+                )
 
     def _configure_rounds(
         self,
@@ -587,7 +617,7 @@ class LocalSteps(LocalHooks, RealWorker):
         """Start the exchange at worker 0's weights; wrap the module only in an island of DDP."""
         module = self.model
         trainer = self.lightning_module.trainer
-        refuse_in_trainer(type(self).__name__, trainer, module)
+        self._refuse_trainer(trainer, module)
         in_shards = self.island > 1 and self._in_shards
         if in_shards:
             meet = self._meet_in_shards(module)

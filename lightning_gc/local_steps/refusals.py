@@ -225,34 +225,6 @@ def check_island(owner: str, island: int, unequal: Unequal | None) -> None:
         )
 
 
-_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
-"""Names, since there are two packages, and versions that lack one."""
-
-
-def refuse_in_trainer(owner: str, trainer: Any, module: nn.Module) -> None:
-    """Raise ValueError for settings of Trainer and module that local steps cannot obey."""
-    if not trainer.lightning_module.automatic_optimization:
-        raise ValueError(
-            f"{owner} counts the steps of one optimizer, so it needs automatic optimization. Set "
-            f"automatic_optimization = True. Join several optimizers: return Together([muon, "
-            f"adamw]). For one loss per optimizer, as in a GAN, use CompressedDDPStrategy."
-        )
-    refuse_synchronised_norms(owner, module)
-    for callback in trainer.callbacks:
-        names = {cls.__name__ for cls in type(callback).__mro__}
-        if "ModelPruning" in names:
-            raise ValueError(
-                f"{type(callback).__name__} prunes by a worker's own weights, which differ between "
-                f"workers with {owner}, and so would what each prunes; remove the callback and "
-                f"prune after the fit, or use CompressedDDPStrategy."
-            )
-        if _AVERAGING & names:
-            raise ValueError(
-                f"{type(callback).__name__} averages a worker's own weights, which differ between "
-                f"workers, and {owner} already averages over workers; remove the callback."
-            )
-
-
 def refuse_shards(owner: str, module: nn.Module, *, islands: bool) -> None:
     """Raise ValueError for a parameter in shards, as FSDP2 and tensor parallelism have them.
 

@@ -22,10 +22,11 @@ from lightning_gc.compressors.base import (
 )
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.controllers import Controller
-from lightning_gc.core import Choice, Field, Range, text_table
+from lightning_gc.core import Choice, Field, Range
 from lightning_gc.core.registry import path_of, required_fields, subclasses
 from lightning_gc.engine.compatibility import combine, waits_of_step
 from lightning_gc.memories import MEMORIES, Memory
+from lightning_gc.methods import text_table
 from lightning_gc.methods.parameter_space import declared
 from lightning_gc.schemes import SCHEMES, Scheme
 from lightning_gc.testing import Lockstep

@@ -255,3 +255,16 @@ class Stopwatch:
 
 def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     return {phase: one.get(phase, 0.0) + other.get(phase, 0.0) for phase in {**one, **other}}
+
+
+def human_bytes(nbytes: float) -> str:
+    """Return a number of bytes with three digits and a decimal unit.
+
+    Example:
+        >>> human_bytes(812), human_bytes(1_327_600), human_bytes(999_900)
+        ('812 B', '1.33 MB', '1 MB')
+    """
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while nbytes >= 999.5 and len(units) > 1:
+        nbytes, units = nbytes / 1000, units[1:]
+    return f"{nbytes:.3g} {units[0]}"

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from optuna.storages import BaseStorage
 
 from lightning_gc.compressors import COMPRESSORS
-from lightning_gc.core import plot_style, text_table
+from lightning_gc.methods import plot_style, text_table
 from lightning_gc.methods.method import DENSE
 from lightning_gc.tuning.journal import open_storage
 from lightning_gc.tuning.tables import TOP, Row, Studies, Table, is_log, rules_of, sizes_of, tables

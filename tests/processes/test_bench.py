@@ -28,7 +28,7 @@ from lightning_gc.bench.baselines import (
     low_rank_numel,
 )
 from lightning_gc.bench.benchmark import COLUMNS, _refuse_other_files, cells, verdict
-from lightning_gc.core.text_table import markdown
+from lightning_gc.methods.text_table import markdown
 from tests.support.fitting import unwarned
 from tests.support.processes import run_in_processes
 

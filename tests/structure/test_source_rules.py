@@ -324,6 +324,25 @@ def test_private_names_of_lightning_are_declared_and_exist() -> None:
     assert missing <= since
 
 
+OF_A_TRAINER = {
+    *("trainer", "lightning_module", "fit_loop", "callbacks", "callback_metrics", "datamodule"),
+    *("current_epoch", "global_step", "automatic_optimization", "num_training_batches"),
+}
+ROOMS_WITH_A_TRAINER = {"lightning", "methods", "tuning", "bench", "advice"}
+
+
+def test_a_trainer_is_read_where_lightning_is_known() -> None:
+    """A room that reads it by its attributes' names knows Lightning, though it imports nothing."""
+    read, library = {}, ROOT / "lightning_gc"
+    for path in [*library.rglob("*.py"), *(ROOT / "controllers").glob("*.py")]:
+        rooms = set(path.parent.relative_to(ROOT).parts)
+        nodes = ast.walk(ast.parse(path.read_text()))
+        names = {node.attr for node in nodes if isinstance(node, ast.Attribute)} & OF_A_TRAINER
+        if names and not rooms & ROOMS_WITH_A_TRAINER and path != library / "cli.py":
+            read[str(path.relative_to(ROOT))] = names
+    assert read == {}
+
+
 def test_controllers_are_imported_under_one_name() -> None:
     import lightning_gc.controllers as ours
 

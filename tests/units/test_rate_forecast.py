@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as lrs
 
-from lightning_gc.control.training_progress import Scheduled, forecast
+from lightning_gc.lightning.progress import Scheduled, forecast
 
 TOTAL, EPOCH = 60, 10
 MAKES: dict[str, Callable[[Any], Any]] = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as lrs
 
 from lightning_gc import Together
-from lightning_gc.control.training_progress import Scheduled, forecast
+from lightning_gc.lightning.progress import Scheduled, forecast
 from tests.support.optimizers import parts
 
 ROWS = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))

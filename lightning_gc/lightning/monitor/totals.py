@@ -10,11 +10,17 @@ from typing import Any
 import torch
 
 from lightning_gc.core import NUMBER, Record
-from lightning_gc.core.text_table import human_bytes
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Parts
 from lightning_gc.schemes import SparseReduce, TwoShot
-from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, COMPUTE, DECODE, Recorder
+from lightning_gc.transports.accounting import (
+    COMMUNICATE,
+    COMPRESS,
+    COMPUTE,
+    DECODE,
+    Recorder,
+    human_bytes,
+)
 from lightning_gc.transports.network_model import NetworkModel
 
 

@@ -26,7 +26,6 @@ from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_pois
 from lightning_gc.local_steps.refusals import (
     check_island,
     refuse_elastic,
-    refuse_in_trainer,
     refuse_shards,
     with_held,
 )
@@ -180,7 +179,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
     _for_norms = "Use BatchNorm: its running statistics are averaged with each exchange."
 
     def _begin_fit(self, module: Any) -> None:
-        refuse_in_trainer(type(self).__name__, module.trainer, module)
+        self._refuse_trainer(module.trainer, module)
         refuse_shards(type(self).__name__, module, islands=False)
         if self._scaler() is not None:
             raise ValueError(

@@ -78,9 +78,7 @@ def test_old_side_files_are_removed_by_who_knows_of_a_new_checkpoint(
 ) -> None:
     """Each node's first worker does so; worker 2 here is that of a second one."""
     io = SimpleNamespace(checkpoint_io=None) if wrapped else SimpleNamespace()
-    trainer = SimpleNamespace(interrupted=alone)
-    host: Any = SimpleNamespace(checkpoint_io=io, global_rank=rank, local_rank=0)
-    host.lightning_module = SimpleNamespace(trainer=trainer)
+    host: Any = SimpleNamespace(checkpoint_io=io, global_rank=rank, local_rank=0, is_alone=alone)
     saving, path = Saving(host, "full", torch.float32), tmp_path / "x.ckpt"
     (tmp_path / FOLDER).mkdir()
     for name in "abc":

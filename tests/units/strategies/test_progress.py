@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lightning_gc import PerParameter, TopK
-from lightning_gc.control.training_progress import epochs_of, progress_of, steps_of
 from lightning_gc.controllers import DynamicBitWidth
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
+from lightning_gc.lightning.progress import epochs_of, progress_of, steps_of
 from tests.support.fitting import fit
 from tests.support.models import Plain, common_batches
 

@@ -1,4 +1,4 @@
-"""Format numbers of bytes, and tables of text cells as Markdown or for a terminal."""
+"""Format tables of text cells as Markdown or for a terminal."""
 
 import itertools
 import sys
@@ -54,19 +54,6 @@ def plain(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> 
     head, rule, rows = blocks[0], "  ".join("-" * size for size in widths), blocks[1:]
     between = "\n\n" if any("\n" in block for block in rows) else "\n"
     return f"{head}\n{rule}\n{between.join(rows)}\n"
-
-
-def human_bytes(nbytes: float) -> str:
-    """Return a number of bytes with three digits and a decimal unit.
-
-    Example:
-        >>> human_bytes(812), human_bytes(1_327_600), human_bytes(999_900)
-        ('812 B', '1.33 MB', '1 MB')
-    """
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while nbytes >= 999.5 and len(units) > 1:
-        nbytes, units = nbytes / 1000, units[1:]
-    return f"{nbytes:.3g} {units[0]}"
 
 
 def print_line(text: str) -> None:
