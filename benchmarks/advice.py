@@ -30,7 +30,7 @@ from models import MODELS
 from namespaces import Link, check_privileges, launch, network
 
 from lightning_gc.advice import advise
-from lightning_gc.advice.alpha_beta import KINDS, NOMINAL, at_rate, fit_all, off_by, probe
+from lightning_gc.advice.alpha_beta import KINDS, NOMINAL, at_rate, fit_all, probe
 from lightning_gc.advice.prediction import predict
 from lightning_gc.bench.baselines import PLAIN
 from lightning_gc.core.text_table import markdown
@@ -84,7 +84,10 @@ def probed() -> Any:
         kind: [
             fitted.of(kind).gbps,
             fitted.of(kind).latency_us,
-            off_by(found[kind], fitted.of(kind)),
+            max(  # the largest relative error of the fit
+                abs(fitted.of(kind).seconds(each.messages, each.nbytes) / each.seconds - 1)
+                for each in found[kind]
+            ),
         ]
         for kind in KINDS
     }

@@ -19,7 +19,6 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
-from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange, last_that_pays
+from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange
 from lightning_gc.advice.traces import Asked, Pattern, Shapes, Trace, pattern, trace
 from lightning_gc.compressors import Compressor
 from lightning_gc.core.plot_style import FAMILIES, SERIES
@@ -140,7 +139,7 @@ def model(
     lines = [[DENSE, *(f"{dense(size, w, link):.4f} s" for w in SHOWN), ""]]
     drawn = {}
     for key, found in patterns.items():
-        last = last_that_pays(partial(pays, found), MOST)
+        last = next((workers for workers in range(MOST, 1, -1) if pays(found, workers)), 0)
         until = {0: "never", MOST: f"{MOST:,} and on"}.get(last, f"{last:,}")
         lines.append([", ".join(key), *(f"{faster(found, w):.2f}" for w in SHOWN), until])
         drawn[key] = [faster(found, w) for w in points()]

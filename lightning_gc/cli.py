@@ -355,6 +355,11 @@ def _rendezvous(options: argparse.Namespace) -> int:
             f"Rendezvous on port {port}, {'with' if secret else 'without'} a secret. Rounds are "
             f"written to {options.roll}. Ctrl-C stops it.\n"
         )
+        if not secret:
+            sys.stdout.write(
+                "Everyone who reaches the port may take part. Make a secret by: openssl rand "
+                "-base64 32 > secret.txt. Then give --secret-file secret.txt.\n"
+            )
         sys.stdout.flush()
 
     serve(options.port, secret, options.roll, began=began)

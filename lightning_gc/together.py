@@ -157,7 +157,7 @@ class Together(Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         shares = self._shares(state_dict["param_groups"])
         now = self._in_words()
-        saved = state_dict.get("parts", now)  # older checkpoints lack them
+        saved = state_dict.get("parts", now)  # torch's distributed checkpoints drop them
         if saved != now:
             raise ValueError(
                 f"Together.load_state_dict: its parts are {now}, but the state has {saved}. Give "

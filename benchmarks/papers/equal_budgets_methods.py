@@ -41,8 +41,20 @@ MEMORIES = {
     "qsgd_diana": Method("qsgd_diana", "qsgd", memory="diana"),
     "qsgd_loco": Method("qsgd_loco", "qsgd", memory="loco"),
 }
+SCALED = (Range("density", 0.01, 0.5, "log"),)
+# Compressors with other rounds or another expectation, by one field.
+VARIANTS = {
+    "independent_random_mask": Method("independent_random_mask", "random_mask", {"shared": False}),
+    "independent_randomk": Method("independent_randomk", "randomk", {"shared": False}),
+    "independent_terngrad": Method("independent_terngrad", "terngrad", {"shared": False}),
+    "independent_unbiased_randomk": Method(
+        "independent_unbiased_randomk", "randomk", {"unbiased": True, "shared": False}, SCALED
+    ),
+    "unbiased_randomk": Method("unbiased_randomk", "randomk", {"unbiased": True}, SCALED),
+}
 METHODS = {
-    name: Method(name) for name in sorted(COMPRESSORS, key=lambda name: (name != DENSE, name))
+    name: VARIANTS.get(name) or Method(name)
+    for name in sorted({*COMPRESSORS, *VARIANTS}, key=lambda name: (name != DENSE, name))
 } | MEMORIES
 """Name -> method, the dense baseline first."""
 

@@ -15,8 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import frame
 import torch
 from frame import Cell, Experiment, Row

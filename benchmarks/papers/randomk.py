@@ -18,14 +18,14 @@ import tasks
 from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
 from matplotlib.figure import Figure
 
-from lightning_gc import NoMemory, PerParameter, RandomK, TopK, UnbiasedRandomK
+from lightning_gc import NoMemory, PerParameter, RandomK, TopK
 from lightning_gc.core import plot_style
 
 ARMS = {
     "dense": lambda k: tasks.Method(),
     "Random-k with feedback": lambda k: tasks.Method(PerParameter(RandomK(k))),
     "Random-k without": lambda k: tasks.Method(PerParameter(RandomK(k)), NoMemory()),
-    "unbiased Random-k": lambda k: tasks.Method(PerParameter(UnbiasedRandomK(k))),
+    "unbiased Random-k": lambda k: tasks.Method(PerParameter(RandomK(k, unbiased=True))),
     "Top-k with feedback": lambda k: tasks.Method(PerParameter(TopK(k))),
     "Top-k without": lambda k: tasks.Method(PerParameter(TopK(k)), NoMemory()),
 }

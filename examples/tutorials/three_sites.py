@@ -5,6 +5,7 @@ python examples/tutorials/three_sites.py --replay roll.jsonl
 """
 
 import argparse
+import os
 import time
 from typing import Any
 
@@ -68,7 +69,8 @@ def main() -> None:
         strategy: Any = SimulatedLocalStepsStrategy(**ROUNDS, roll=options.replay)
     else:
         terms: dict[str, Any] = {"min_workers": 2, "grace": 2.0, "timeout": 5.0}
-        elastic = Elastic("10.77.2.10:29400", number=options.site, **terms)
+        terms |= {"secret": os.environ["SECRET"], "number": options.site}
+        elastic = Elastic("10.77.2.10:29400", **terms)
         strategy = LocalStepsStrategy(**ROUNDS, elastic=elastic)
     site = Site(0.0 if options.replay else SECONDS)
     trainer = Trainer(

@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 roll=$(mktemp)
+export SECRET=$(openssl rand -base64 32)
 trap 'kill $(jobs -p) 2> /dev/null || true; for s in site0 site1 site2 hub; do ip netns del gc-$s; done' EXIT
 for space in site0 site1 site2 hub; do ip netns add gc-$space; done
 ip -n gc-hub link add bridge0 up type bridge
@@ -16,7 +17,7 @@ for i in 0 1 2; do
   tc -n gc-site$i qdisc add dev gc0 root tbf rate ${RATE:-10mbit} burst 128kb latency 200ms
 done
 export GLOO_SOCKET_IFNAME=gc0 OMP_NUM_THREADS=1
-ip netns exec gc-site0 python -m lightning_gc rendezvous --roll $roll > /dev/null &
+ip netns exec gc-site0 python -m lightning_gc rendezvous --roll $roll --secret-file <(echo $SECRET) &
 rendezvous=$!
 sites=()
 for i in 0 1 2; do

@@ -96,11 +96,6 @@ def dense(nbytes: int, workers: int, link: HasSeconds) -> float:
     return request_seconds(Asked("Mean", nbytes), workers, link)
 
 
-def last_that_pays(pays: Callable[[int], bool], most: int) -> int:
-    """Return the largest W up to ``most`` for which ``pays(W)`` is true, or 0."""
-    return next((workers for workers in range(most, 1, -1) if pays(workers)), 0)
-
-
 SIZES = tuple(1 << power for power in (3, 12, 16, 18, 19, 20, 21, 22, 23, 24))
 """Payload sizes in bytes, tried in this order."""
 REPEATS = (2, 5)
@@ -233,11 +228,6 @@ def sustained(probes: Sequence[Probe]) -> float:
     if most.seconds > less.seconds:
         return 8e-9 * (most.nbytes - less.nbytes) / (most.seconds - less.seconds)
     return 8e-9 * most.nbytes / most.seconds
-
-
-def off_by(probes: Sequence[Probe], link: Link) -> float:
-    """Return the largest relative error of the fit."""
-    return max(abs(link.seconds(p.messages, p.nbytes) / p.seconds - 1) for p in probes)
 
 
 def at_rate(link: HasSeconds, gbps: float) -> LinkByKind:

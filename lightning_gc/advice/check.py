@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-import lightning_gc
 from lightning_gc.advice.alpha_beta import Link, probe, sustained
 from lightning_gc.advice.meeting import (
     PORT,
@@ -32,8 +31,9 @@ from lightning_gc.advice.meeting import (
 )
 from lightning_gc.compressors import Identity
 from lightning_gc.core import text_table
+from lightning_gc.core.notices import waiting
 from lightning_gc.core.text_table import print_line
-from lightning_gc.exchange.kernel_compilation import compile_kernels
+from lightning_gc.exchange.kernel_compilation import compile_kernels, own_release
 from lightning_gc.exchange.validation import FIXES
 from lightning_gc.exchange.workers import configure
 from lightning_gc.kernels import dispatch
@@ -228,7 +228,7 @@ def software() -> Facts:
         "Python": platform.python_version(),
         **compile_kernels(configure("lightning-gc check", Identity(), None, None, 0), device),
         "Lightning": ", ".join(lightning) or "none",
-        "lightning_gc": lightning_gc.__version__,
+        "lightning_gc": own_release(),
         "wire format": wire[:8],
         "numba": numba or "none",
         "compiled kernels": f"all but {', '.join(missing)}" if missing else "all",
@@ -335,10 +335,13 @@ def measured(store: Store, party: Party) -> float:
     limit = timedelta(seconds=60)
     group = PrefixStore("gloo", store)
     me, machines = party.number, party.machines
-    with naming_peers("connection", "the check of the link", me, machines):
-        dist.init_process_group("gloo", timeout=limit, world_size=machines, rank=me, store=group)
-    transport = Distributed(purpose="the check of the link")
-    (probes,) = probe(transport, torch.device("cpu"), ("Exchange",)).values()
+    with waiting("Waiting for the other machines to measure the link"):
+        with naming_peers("connection", "the check of the link", me, machines):
+            dist.init_process_group(
+                "gloo", timeout=limit, world_size=machines, rank=me, store=group
+            )
+        transport = Distributed(purpose="the check of the link")
+        (probes,) = probe(transport, torch.device("cpu"), ("Exchange",)).values()
     dist.destroy_process_group()
     return sustained(probes)
 

@@ -98,7 +98,7 @@ def measure_costs(
             ]
         except (ValueError, RuntimeError) as error:
             found["error"] = str(error)
-        texts = gather_text(json.dumps(found), transport, device)
+        texts = gather_text(json.dumps(found), transport, device, f"time {name}")
         answers = [json.loads(text) for text in texts]
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
 
+from lightning_gc.core import notices
 from lightning_gc.transports.interfaces import (
     address_towards,
     interfaces,
@@ -118,7 +119,7 @@ class Party:
 
     def _knock(self, say: Say) -> None:
         """Wait until machine 0 listens; NotMet if it cannot be reached."""
-        where, begun, told = f"{self.address}:{self.port}", time.monotonic(), False
+        where, begun, due = f"{self.address}:{self.port}", time.monotonic(), PATIENT
         while True:
             try:
                 socket.create_connection((self.address, self.port), CONNECT).close()
@@ -133,9 +134,9 @@ class Party:
                     raise NotMet(problem) from error
             except OSError as error:
                 raise NotMet(self._unreached(error)) from error
-            if not told and time.monotonic() - begun > PATIENT:
+            if time.monotonic() - begun > due:
                 say(f"{problem} Waiting up to {self.wait:.0f} s.")
-                told = True
+                due += notices.AGAIN
             time.sleep(0.2)
 
     def _unreached(self, error: OSError) -> str:
@@ -164,11 +165,11 @@ class Party:
             store: machine 0's.
             what: is told.
             own: this machine's.
-            say: called with a line if one is missing after ``CONNECT`` seconds.
+            say: called with a line if one is missing after ``CONNECT`` seconds, and again.
         """
         lines = "\n".join(f"{name}\t{' '.join(text.split())}" for name, text in own.items())
         store.set(f"{what}/{self.number}", lines)
-        begun, told = time.monotonic(), False
+        begun, due = time.monotonic(), CONNECT
         while missing := [i for i in self.others if not store.check([f"{what}/{i}"])]:
             numbers = ", ".join(map(str, missing))
             problem = (
@@ -178,9 +179,9 @@ class Party:
             passed = time.monotonic() - begun
             if passed > self.wait:
                 raise NotMet(problem)
-            if passed > CONNECT and not told:
+            if passed > due:
                 say(f"{problem} Waiting up to {self.wait:.0f} s.")
-                told = True
+                due += notices.AGAIN
             time.sleep(0.05)
         return [_facts(store.get(f"{what}/{i}")) for i in range(self.machines)]
 

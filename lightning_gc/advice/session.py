@@ -34,7 +34,7 @@ from lightning_gc.exchange.workers import plain_name
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
 from lightning_gc.transports.distributed import Distributed, gather_text
-from lightning_gc.transports.peer_error import PeerError
+from lightning_gc.transports.peer_error import PeerError, awaiting_peers
 
 Mark = float | torch.cuda.Event
 
@@ -378,7 +378,9 @@ class Session:
                     "The model optimizes manually, so a step may have several exchanges. advise "
                     "cannot predict their timeline. Use lightning-gc bench."
                 )
-            dist.barrier()
+            rank, ranks = self.setup.worker.rank, self.setup.worker.world_size
+            with awaiting_peers(f"finish {name}", rank, ranks):
+                dist.barrier()
         except ValueError:
             raise
         except Exception as error:
@@ -417,5 +419,5 @@ class Session:
         return max(float(each) for each in self._gather(median))
 
     def _gather(self, value: Any) -> list[Any]:
-        texts = gather_text(json.dumps(value), self.transport, self.device)
+        texts = gather_text(json.dumps(value), self.transport, self.device, "finish a measurement")
         return [json.loads(text) for text in texts]

@@ -476,8 +476,10 @@ class Attached:
             raise RuntimeError("A step is under way, so its errors are not final; save after it.")
         if mode not in ("full", "mean"):
             raise ValueError(f"state_dict(mode={mode!r}): use 'full' or 'mean'.")
-        mean = None if mode == "full" else self._mean_on_host
-        return memory_store.state_dict(self._workers, self.control, mean)
+        if mode == "full":
+            return memory_store.state_dict(self._workers, self.control)
+        with self._peers.awaiting("save the mean state"):
+            return memory_store.state_dict(self._workers, self.control, self._mean_on_host)
 
     def _mean_on_host(self, tensor: Tensor) -> Tensor:
         return self._peers.mean(tensor.to(self._setup.device)).cpu()
@@ -504,6 +506,7 @@ class Attached:
             device=self._setup.device,
             group=self._peers.group,
             purpose="loading states",
+            until="load a state",
         )
         memory_store.load(state, self._workers, self.control, self._setup.device, agreed)
 

@@ -6,7 +6,6 @@ Lightning's ``LocalStepsStrategy`` holds the same ``AttachedRounds``, and forwar
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,9 +82,9 @@ from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import units_of
 from lightning_gc.sharded.shard_exchange import synchronizer_of_shards, take_over_shards
 from lightning_gc.sharded.shard_validation import refuse_curves, refuse_model
-from lightning_gc.sharded.sharded_workers import ShardedWorkers, own_group
+from lightning_gc.sharded.sharded_workers import ShardedWorkers
 from lightning_gc.transports.base import all_reduce_bytes
-from lightning_gc.transports.distributed import Distributed
+from lightning_gc.transports.distributed import Distributed, own_group
 from lightning_gc.transports.island import ALONE, Island
 
 
@@ -278,11 +277,8 @@ class AttachedRounds(Attached):
         meet: Meet = among_ranks,
     ) -> None:
         setup.workers.name(module)
-        agreed = {
-            "plan": repr(dataclasses.replace(plan, owner="")),
-            "outer": repr(outer),
-            "unequal": repr(unequal),
-        }
+        agreed = {name: repr(value) for name, value in vars(plan).items() if name != "owner"}
+        agreed |= {"outer": repr(outer), "unequal": repr(unequal)}
         meeting = meet(setup, setup.agreed | agreed)
         if unequal is not None:
             unequal.check_workers(plan.owner, setup.workers.first.workers)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-import lightning_gc
+from lightning_gc.flavours import public_class
+from lightning_gc.lightning.ddp import CompressedDDP
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method, parse_method
 from lightning_gc.transports.base import all_reduce_bytes
@@ -135,7 +136,7 @@ def select_methods(words: Sequence[str], known: Mapping[str, Method]) -> dict[st
 
 def make_strategy(method: Method, **settings: Any) -> Any:
     """Return a new strategy for a method; fields that are not fixed keep their defaults."""
-    return lightning_gc.CompressedDDPStrategy(
+    return public_class(CompressedDDP)(
         method.make_compressor({}),
         memory=method.memory,
         scheme=method.scheme,

@@ -79,7 +79,8 @@ def take_turns(
             median = statistics.median(measured.seconds)
             say(f"round {number} of {rounds}  {name}: {median:.4f} s per step")
     ours = json.dumps({name: [vars(each) for each in results] for name, results in found.items()})
-    gathered = [json.loads(text) for text in gather_text(ours, Distributed(), device)]
+    texts = gather_text(ours, Distributed(), device, "finish the rounds")
+    gathered = [json.loads(text) for text in texts]
     for name, results in found.items():
         results[:] = [Measurement(**each) for theirs in gathered for each in theirs[name]]
     return dict(_rows(found, counted))

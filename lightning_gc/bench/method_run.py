@@ -14,6 +14,7 @@ from lightning_gc.bench.preparation import BenchError, BenchSetup, SigtermCallba
 from lightning_gc.kernels import dispatch
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
+from lightning_gc.transports.peer_error import awaiting_peers
 
 WARMUP_STEPS = 4
 """Unmeasured steps: DDP rebuilds its buckets, and PowerSGD's hook sends dense gradients."""
@@ -133,7 +134,8 @@ def measure(setup: BenchSetup, name: str, method: Method | None) -> Measurement:
         else:
             strategy = make_strategy(method, **settings)
         timer, module = train(setup, strategy, WARMUP_STEPS + setup.steps, name)
-        dist.barrier()
+        with awaiting_peers(f"finish {name}", setup.worker.rank, setup.worker.world_size):
+            dist.barrier()
     except Exception as error:
         raise BenchError(setup.worker.rank, name, error) from error
     if method is None:

@@ -20,7 +20,7 @@ from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.yaml_config import YAMLBuild
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.interfaces import named_interface
-from lightning_gc.transports.peer_error import PeerError, is_from_backend
+from lightning_gc.transports.peer_error import PeerError, awaiting_peers, is_from_backend
 
 _HOW = """torchrun --nproc-per-node 2 -m lightning_gc {command} config.yaml
 On several machines run it on each, with a different number after --node-rank:
@@ -243,7 +243,8 @@ def process_group(
         say = print_line if setup.worker.local_rank == 0 else lambda text: None
         named = named_interface(os.environ["MASTER_ADDR"], say)
     with named:
-        dist.init_process_group(setup.backend, timeout=setup.timeout)
+        with awaiting_peers("start", setup.worker.rank, setup.worker.world_size):
+            dist.init_process_group(setup.backend, timeout=setup.timeout)
         same = {**agreed, "the file's sections": repr(dict(setup.build.sections))}
         check_agreement(same, Distributed(), device)
         before = signal.getsignal(signal.SIGTERM)

@@ -16,20 +16,24 @@ import os
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from lightning_gc.checkpoint import side_files
-from lightning_gc.checkpoint.side_files import Ranks, in_short, on_all_ranks
+from lightning_gc.checkpoint.side_files import (
+    Ranks,
+    in_short,
+    on_all_ranks,
+    reading,
+    told_by_rank_0,
+)
 from lightning_gc.core import COUNT, TEXT, WHOLE, Each, Leaf, Record
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import check_checksum, with_checksum
-from lightning_gc.transports.distributed import broadcast_text
 
 LAST = "meta.pt"
 """The file that Lightning writes last, when all others are complete."""
@@ -52,7 +56,7 @@ def record_files(host: Ranks, target: Path, folder: Path) -> None:
     names = []
     if host.global_rank == 0:
         names = [path.name for path in sorted(target.iterdir()) if _is_of_checkpoint(path.name)]
-    names = json.loads(broadcast_text(json.dumps(names), host.root_device))
+    names = json.loads(told_by_rank_0(host, json.dumps(names)))
     found: dict[str, str] = {}
 
     def read() -> str:
@@ -159,7 +163,7 @@ def _share(names: Iterable[str], host: Ranks) -> list[str]:
 
 def _sum_of(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
@@ -207,36 +211,6 @@ class Slice(NamedTuple):
     length: int
 
 
-class Chunk(NamedTuple):
-    """A stored part of a tensor."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    where: Slice
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A stored tensor: global size, dtype and chunks."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: list[Chunk]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a distributed checkpoint.
-
-    Attributes:
-        tensors: entry of each tensor, by name.
-        others: slices of the other saved objects, such as a learning rate. torch unpickles them.
-    """
-
-    tensors: dict[str, Entry]
-    others: list[Slice]
-
-
 @dataclass(eq=False)
 class _Named:
     """A class or function that a file names; with ``made``, an object of that class."""
@@ -246,8 +220,10 @@ class _Named:
     fields: Any = None
 
 
-def read_metadata(folder: Path) -> Contents:
-    """Return the contents of ``folder`` according to its ``.metadata``.
+def read_metadata(folder: Path) -> list[Slice]:
+    """Return the slices of objects in ``folder`` that torch unpickles, by its ``.metadata``.
+
+    Objects are all entries that are not tensors, such as a learning rate.
 
     Raises:
         ValueError: the file is missing or damaged, names a class that torch does not write there,
@@ -258,7 +234,7 @@ def read_metadata(folder: Path) -> Contents:
         raise Unread(f"{path} is missing")
     data = path.read_bytes()
     try:
-        return _contents(_plain(data), folder)
+        return _objects(_plain(data), folder)
     except Unread as error:
         raise Unread(f"{path} {error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
@@ -272,7 +248,7 @@ def check_objects(folder: Path) -> None:
 
     That reader unpickles the metadata and every saved object that is not a tensor.
     """
-    for where in read_metadata(folder).others:
+    for where in read_metadata(folder):
         try:
             _load(folder, where)
         except Exception as error:
@@ -280,26 +256,6 @@ def check_objects(folder: Path) -> None:
                 f"{folder / where.file} has an object at byte {where.start} that cannot be read "
                 f"with weights_only=True ({in_short(error)})"
             ) from error
-
-
-def read_tensor(folder: Path, entry: Entry, chunk: Chunk) -> Tensor:
-    """Return one stored chunk of a tensor.
-
-    Raises:
-        ValueError: the chunk is damaged, or its shape or dtype differs from the metadata's.
-    """
-    try:
-        found = _load(folder, chunk.where)
-    except Exception as error:
-        raise Unread(f"{folder / chunk.where.file} cannot be read ({in_short(error)})") from error
-    if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (
-        chunk.sizes,
-        entry.dtype,
-    ):
-        raise Unread(
-            f"{folder / chunk.where.file} does not hold the tensor that {METADATA} describes"
-        )
-    return found
 
 
 def _load(folder: Path, where: Slice) -> Any:
@@ -430,8 +386,8 @@ _FILE = Leaf(
 _WHERE = Record({"relative_path": _FILE, "offset": WHOLE, "length": WHOLE})
 
 
-def _contents(described: Any, folder: Path) -> Contents:
-    """Return the contents that parsed metadata describe, after checking them."""
+def _objects(described: Any, folder: Path) -> list[Slice]:
+    """Return the objects that parsed metadata describe, after checking the metadata."""
     about = _fields(described, "Metadata")
     stored: dict[str, dict[Any, Slice]] = {}
     for index, place in _is(about["storage_data"], dict).items():
@@ -444,24 +400,25 @@ def _contents(described: Any, folder: Path) -> Contents:
                 f"needs {found.start + found.length} bytes of {found.file}, which has fewer"
             )
         stored.setdefault(key["fqn"], {})[key.get("offset")] = found
-    tensors: dict[str, Entry] = {}
-    others: list[Slice] = []
+    tensors: set[str] = set()
+    objects: list[Slice] = []
     for name, entry in _is(about["state_dict_metadata"], dict).items():
         TEXT.check(name, "a name")
         if _is(entry, _Named).name.endswith("BytesStorageMetadata"):
-            others += stored.get(name, {}).values()
+            objects += stored.get(name, {}).values()
         else:
-            tensors[name] = _entry(_fields(entry, "TensorStorageMetadata"), stored.get(name, {}))
+            _check_tensor(_fields(entry, "TensorStorageMetadata"), stored.get(name, {}))
+            tensors.add(name)
     # Include objects that no entry names, because torch could read them: a name may occur twice.
-    others += [w for name, places in stored.items() if name not in tensors for w in places.values()]
-    return Contents(tensors, list(dict.fromkeys(others)))
+    objects += [w for name, at in stored.items() if name not in tensors for w in at.values()]
+    return list(dict.fromkeys(objects))
 
 
-def _entry(about: dict[str, Any], stored: dict[Any, Slice]) -> Entry:
-    size, properties = about["size"], _fields(about["properties"], "TensorProperties")
+def _check_tensor(about: dict[str, Any], stored: Mapping[Any, Slice]) -> None:
+    """Raise an error unless a tensor's parts have places, and lie within it and fill it."""
+    size, filled = about["size"], 0
     _SHAPE.check(size, "size")
-    dtype = getattr(torch, _is(properties[0], _Named).name.removeprefix("torch."))
-    chunks = []
+    _fields(about["properties"], "TensorProperties")
     for chunk in _is(about["chunks"], list):
         fields = _fields(chunk, "ChunkStorageMetadata")
         offsets, sizes = fields["offsets"], fields["sizes"]
@@ -470,10 +427,11 @@ def _entry(about: dict[str, Any], stored: dict[Any, Slice]) -> Entry:
         ends = [o + s for o, s in zip(offsets, sizes, strict=True)]
         if any(end > most for end, most in zip(ends, size, strict=True)):
             raise Unread(f"has a part {offsets} to {tuple(ends)} of a tensor of size {size}")
-        chunks.append(Chunk(offsets, sizes, stored[offsets]))
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        if offsets not in stored:
+            raise Unread(f"has no place of the part {offsets} of a tensor of size {size}")
+        filled += math.prod(sizes)
+    if filled != math.prod(size):
         raise Unread(f"does not have all parts of a tensor of size {size}")
-    return Entry(size, dtype, chunks)
 
 
 def _length(path: Path) -> int:

@@ -35,7 +35,6 @@ from lightning_gc.core import (
 )
 from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.core.pytree import Tree, each_tensor
-from lightning_gc.core.registry import with_new_names
 from lightning_gc.core.state_structure import LEVEL
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.levels import RequestedLevels
@@ -44,6 +43,7 @@ from lightning_gc.local_steps.local_rounds import MODULE
 
 _STATE = Layout(
     {
+        "run": TEXT,
         "worker": WHOLE,
         "workers": COUNT,
         "configuration": Each(TEXT),
@@ -51,18 +51,14 @@ _STATE = Layout(
         "engine": Record(ENGINE_STATE),
         "levels": Optional(Pair(LEVEL, Each(LEVEL))),
         "control": Optional(
-            Record(
-                {"loop": CONTROL_STATE, "worker": WorkerStatistics.structure},
-                {CONTROLLER: TEXT},  # missing in states of version 0.1
-            )
+            Record({CONTROLLER: TEXT, "loop": CONTROL_STATE, "worker": WorkerStatistics.structure})
         ),
-    },
-    {"run": TEXT},
+    }
 )
 _MAYBE = {
     "shard": WHOLE,
     "shards": COUNT,
-    "mode": Leaf("'mean'", lambda v: v == "mean"),  # since format 3
+    "mode": Leaf("'mean'", lambda v: v == "mean"),
     **dict.fromkeys(("exchanged", "common", "own"), ANYTHING),  # with local steps
     "weights": TEXT,  # their compressor, in FSDP
 }
@@ -100,7 +96,7 @@ def state_dict(
             "worker": state.averaged[CONTROLLER],
         }
     saved: Tree = {
-        _STATE.key: _STATE.newest,
+        _STATE.key: _STATE.format,
         "run": shared["run"],
         "layout": shared["layout"],
         "engine": {
@@ -212,7 +208,7 @@ def of_worker(state: Tree, workers: Workers, control: ControlLoop | None) -> Wor
     if kept is not None:
         averaged[CONTROLLER] = kept["worker"]
         if control is not None:
-            configuration[CONTROLLER] = kept.get(CONTROLLER, configuration[CONTROLLER])
+            configuration[CONTROLLER] = kept[CONTROLLER]
     shared = {
         "step": engine["step"],
         "layout": state["layout"],
@@ -232,7 +228,6 @@ def _opened(given: Any, workers: Workers) -> Tree:
         alone = {name: parts[0].structure for name, parts in workers.own.items()}
         maybe = _MAYBE | {"own": Record(maybe=alone, others=ANYTHING)}
         state = _STATE.opened(dict(given) if isinstance(given, Mapping) else given, {}, maybe)
-        state["configuration"] = with_new_names(state["configuration"])
         state.setdefault("exchanged", "gradients")
         for what, own in (_settings(workers) | {"exchanged": workers.exchanged}).items():
             if state.get(what) != own:
@@ -298,8 +293,7 @@ def _saved_with(state: Tree, workers: Workers) -> str:
         "loop": {name: loop.get(name) for name in _DECIDED},
         "common": common,
     }
-    run = f" of run {state['run']}" if "run" in state else ""
-    return f"step {state['engine']['step']}{run}{_SHARED}{checksum(shared)}"
+    return f"step {state['engine']['step']} of run {state['run']}{_SHARED}{checksum(shared)}"
 
 
 def _refuse_other_lists(states: Sequence[Tree], workers: Workers) -> str:

@@ -27,11 +27,7 @@ from torch import Tensor
 from lightning_gc.checkpoint import side_files
 from lightning_gc.checkpoint.distributed_files import (
     LAST,
-    Chunk,
-    Entry,
     check_files,
-    read_metadata,
-    read_tensor,
     record_files,
 )
 from lightning_gc.checkpoint.side_files import (
@@ -39,8 +35,11 @@ from lightning_gc.checkpoint.side_files import (
     Host,
     in_short,
     on_all_ranks,
+    reading,
     shared_of,
+    told_by_rank_0,
     write_atomically,
+    writing,
 )
 from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
@@ -63,7 +62,6 @@ from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.core.pytree import Tree, average, each_tensor
 from lightning_gc.core.state_structure import FLOATS
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
-from lightning_gc.transports.distributed import broadcast_text
 
 SHARDED = "sharded"
 TENSORS = "tensors"
@@ -76,17 +74,12 @@ _MESH = Leaf(
 _SHAPE = Listed(WHOLE)
 _ABOUT = Record({"shape": _SHAPE, "offsets": _SHAPE, "sizes": _SHAPE, CHECKSUM: TEXT})
 MAIN = Layout(
-    SHARED | {"mesh": _MESH, "run": TEXT, "stem": FILE_NAME, "files": Listed(TEXT)},
-    key=SHARDED,
-    signed=1,
+    SHARED | {"mesh": _MESH, "run": TEXT, "stem": FILE_NAME, "files": Listed(TEXT)}, key=SHARDED
 )
 """Structure of ``"lightning_gc"`` in a checkpoint of a sharded model."""
 # The parts of TENSORS, the file's last entry; each part has its tensor's checksum. A rank that
-# needs some of another rank's tensors reads and checks only these. Format 1 has the tensors in a
-# distributed checkpoint of torch, without checksums.
-FILE = Layout(
-    {"rank": WHOLE, "run": TEXT, "stem": TEXT}, {"parts": Each(_ABOUT)}, key=SHARDED, signed=1
-)
+# needs some of another rank's tensors reads and checks only these.
+FILE = Layout({"rank": WHOLE, "run": TEXT, "stem": TEXT, "parts": Each(_ABOUT)}, key=SHARDED)
 _UNREAD = object()
 _SINCE_EPOCH = "first"  # the only controller statistic that is not a sum over elements: a step
 
@@ -160,7 +153,12 @@ class ShardedSaving:
     def save(self, checkpoint: Tree, path: Any, options: Any, write: Callable[[Any], None]) -> None:
         """Write the error state of a full checkpoint, then the checkpoint by ``write``."""
         host = self.host
-        target = Path(broadcast_text(os.fspath(path), host.root_device))
+        target = Path(told_by_rank_0(host, os.fspath(path)))
+
+        def write_named(where: Any) -> None:
+            with writing(target):
+                write(where)
+
         engines = host.local_workers.engines
         full = bool(engines) and "optimizer_states" in checkpoint and self.mode != "off"
         if full:
@@ -168,14 +166,14 @@ class ShardedSaving:
         stem = checkpoint[KEY]["stem"] if full else ""
         if host.distributed_form:
             self._withdraw(target)
-            write(target)
+            write_named(target)
             if full:
                 record_files(host, target, folder_of(target, stem))
         elif host.global_rank == 0:
             # Other ranks use the path that rank 0 broadcasts.
-            write_atomically(target, write, host.checkpoint_io.remove_checkpoint)
+            write_atomically(target, write_named, host.checkpoint_io.remove_checkpoint)
         else:
-            write(target)
+            write_named(target)
         if (full or host.distributed_form) and host.global_rank == 0:
             remove(target, keep=stem)
 
@@ -194,7 +192,7 @@ class ShardedSaving:
         shared = shared_of(self.host)
         save = f"{shared['run']}-{self._saves}"
         main: Tree = shared | {
-            MAIN.key: MAIN.newest,
+            MAIN.key: MAIN.format,
             "mode": self.mode,
             "mesh": list(self.host.mesh_shape),
             "stem": side_files.stem_of(target, shared["step"], save),
@@ -240,7 +238,8 @@ class ShardedSaving:
                 own["own"] = alone
             own = with_checksum(own)
             folder.mkdir(parents=True, exist_ok=True)
-            with file_of(folder, host.global_rank, host.world_size).open("wb") as file:
+            path = file_of(folder, host.global_rank, host.world_size)
+            with writing(path), path.open("wb") as file:
                 torch.save(own | {TENSORS: {_key_of(p): t for p, t in small.items()}}, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -314,7 +313,7 @@ class ShardedRestoring:
             RuntimeError: on all ranks, if one cannot use its files.
         """
         host = self.host
-        target = Path(broadcast_text(str(path), host.root_device))
+        target = Path(told_by_rank_0(host, str(path)))
         self._check_files(target, weights_only)
         if not fit or not host.local_workers.engines:
             return load()
@@ -345,7 +344,7 @@ class ShardedRestoring:
         if self.host.global_rank == 0 and "True" in unrecorded.values():
             warnings.warn(
                 f"{target} has no checksums of its weights, so file damage is not detected. "
-                f"Earlier versions saved no checksums, and an interrupted save leaves none.",
+                f"A save that was interrupted leaves none.",
                 stacklevel=4,
             )
 
@@ -435,12 +434,14 @@ class ShardedRestoring:
         own = {rank} if same else set(range(replicas * shards))
         holders = {r * shards + s for r in source for s in ([shard] if same else range(shards))}
         states = {}
-        for each in sorted(own | (holders if main[SHARDED] > 1 else set())):
-            file = self._file(main, folder, each)
-            tensors = file.pop(TENSORS, None)
-            if each in holders and main[SHARDED] > 1:
-                with _named(file_of(folder, each, replicas * shards)):
-                    _add(assembly, file["parts"], tensors, each // shards, written)
+        for each in sorted(own | holders):
+            path = file_of(folder, each, replicas * shards)
+            with reading(path):
+                file = self._file(main, folder, each)
+                tensors = file.pop(TENSORS, None)
+                if each in holders:
+                    with _named(path):
+                        _add(assembly, file["parts"], tensors, each // shards, written)
             if each in own:
                 averaged, compressor = (
                     each_tensor(file[name], Tensor.clone) for name in ("averaged", "compressor")
@@ -449,8 +450,6 @@ class ShardedRestoring:
                 if same and "own" in file:
                     kept["own"] = each_tensor(file["own"], Tensor.clone)
                 states[each] = WorkerState(main, averaged, (kept,))
-        if main[SHARDED] == 1:
-            _add_format_1(assembly, folder, source)
         found = assembly.mean()
         state = states[rank] if same else self._shared_out(states, (replicas, shards))
         # Keep the names of errors that match no parameter, for the warning.
@@ -545,7 +544,7 @@ def _path_of(key: str) -> Path_:
     Listed(TEXT).check(path, key)
     if not path:
         raise ValueError("an empty path")
-    return (CONTROLLER if path[0] == "turn" else path[0], *path[1:])  # formats 1 and 2
+    return tuple(path)
 
 
 def _about(path: Path_, tensor: Tensor, parts: Mapping[str, Part]) -> Tree:
@@ -640,30 +639,6 @@ def _add(assembly: Assembly, parts: Tree, tensors: Any, replica: int, saved: int
             return tensor
 
         assembly.add(_path_of(key), part, replica, saved, load)
-
-
-def _add_format_1(assembly: Assembly, folder: Path, replicas: range) -> None:
-    """Add the tensors of a checkpoint of format 1.
-
-    They are in a distributed checkpoint of torch: a tensor ``(R, *shape)`` per path.
-
-    Args:
-        assembly: receives the tensors.
-        folder: folder of the distributed checkpoint.
-        replicas: replicas to read.
-    """
-    for key, entry in sorted(read_metadata(folder).tensors.items()):
-        path, (saved, *shape) = _path_of(key), entry.size
-        by_replica = [(r, c) for r in replicas for c in entry.chunks if c.offsets[0] == r]
-        for replica, chunk in by_replica:
-            if chunk.sizes[0] != 1:
-                raise ValueError(f"{folder} has a part of {key} that covers several replicas")
-            part = Part(tuple(shape), chunk.offsets[1:], chunk.sizes[1:])
-
-            def load(entry: Entry = entry, chunk: Chunk = chunk) -> Tensor:
-                return read_tensor(folder, entry, chunk)[0]
-
-            assembly.add(path, part, replica, saved, load)
 
 
 def taken_out(tree: Tree, names: Mapping[str, tuple[int, ...]]) -> tuple[dict[Path_, Tensor], Tree]:

@@ -25,6 +25,7 @@ from lightning_gc.checkpoint.side_files import (
     shared_of,
     together,
     wraps,
+    writing,
 )
 from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
@@ -58,16 +59,21 @@ from lightning_gc.exchange.peers import explaining
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAIN = Layout(
-    {"workers": COUNT, "stem": FILE_NAME} | SHARED,
+    SHARED
+    | {"workers": COUNT, "run": TEXT, "stem": FILE_NAME}
     # Shapes of errors by parameter and buffer, and the checksum of each worker's side file.
-    {"run": TEXT, "shapes": Each(Each(Listed(WHOLE))), "files": Listed(Optional(TEXT))},
+    | {"shapes": Each(Each(Listed(WHOLE))), "files": Listed(Optional(TEXT))}
 )
-SIDE = Layout({"worker": WHOLE}, {"workers": WHOLE, "run": TEXT, "stem": TEXT})
+SIDE = Layout({"worker": WHOLE, "workers": WHOLE, "run": TEXT, "stem": TEXT})
 FABRIC = Layout(
-    {"stem": FILE_NAME, "workers": COUNT, "modules": Listed(TEXT)},
-    {"states": Each(Record(others=ANYTHING))},  # means over workers by module
+    {
+        "stem": FILE_NAME,
+        "workers": COUNT,
+        "modules": Listed(TEXT),
+        "states": Each(Record(others=ANYTHING)),  # means over workers by module
+    },
     key="fabric",
-    newest=2,
+    format=2,
 )
 _LOST = " without a side file"
 _log = logging.getLogger(__name__)
@@ -114,7 +120,7 @@ class Saving:
         self._saves += not alone
         save = f"{workers.run}-{'alone' if alone else self._saves}"
         main: Tree = shared | {
-            MAIN.key: MAIN.newest,
+            MAIN.key: MAIN.format,
             "mode": "full" if alone else self.mode,
             "workers": workers.files,
             "stem": side_files.stem_of(path, engine.step, save),
@@ -128,7 +134,8 @@ class Saving:
         if main["torn"]:
             return main  # a round is incomplete: errors are neither those before nor after it
         if main["mode"] == "mean":
-            return main | self._mean(shared)
+            with side_files.awaiting(self.host):
+                return main | self._mean(shared)
         return main | {"files": self._write_side_files(main, path, options)}
 
     def _mean(self, shared: Tree) -> Tree:
@@ -179,7 +186,8 @@ class Saving:
         io = self.host.checkpoint_io
         put(target, partial(io.save_checkpoint, own, storage_options=options), io)
         if not side_files.exists(target):
-            io.teardown()  # waits for a CheckpointIO that writes in a thread
+            with writing(target):
+                io.teardown()  # waits for a CheckpointIO that writes in a thread
         if not side_files.exists(target):
             raise FileNotFoundError(
                 f"{type(io).__name__} has not written the file; use a CheckpointIO that writes to "
@@ -277,7 +285,7 @@ class Restoring:
             with self._usable(path, f"the error state in {path}", main):
                 states.extend(self._collect(main, path))
             lost = _LOST if any(state.lost for state in states) else ""
-            return f"{main['stem']} {main.get(CHECKSUM, '')}{lost}"
+            return f"{main['stem']} {main[CHECKSUM]}{lost}"
 
         said = self._together(check)
         if any(text.endswith(_LOST) for text in said.values()):
@@ -315,14 +323,14 @@ class Restoring:
             own_structure(workers, self.host.control_loop) if mean else {},
             {"common": Record(maybe=common, others=ANYTHING), "shard": WHOLE, "shards": COUNT},
         )
-        if len(main.get("files", [None] * main["workers"])) != main["workers"]:
+        if len(main["files"]) != main["workers"]:
             raise ValueError(f"it has {len(main['files'])} files of {main['workers']} workers")
         check_levels(main, workers)
         if main["torn"]:
             self._log_rank0(f"{path} was saved within a step: errors begin at zero.")
             return [WorkerState(main, {}, ({"compressor": {}},))] * len(engines)
         if mean:
-            check_own(main, main, workers, main.get("shapes"))
+            check_own(main, main, workers, main["shapes"])
             own = {"compressor": main["compressor"]}
             return [WorkerState(main, main["averaged"], (own,))] * len(engines)
         before, now = main["workers"], workers.files
@@ -368,11 +376,11 @@ class Restoring:
             own_structure(workers, self.host.control_loop),
             {"own": Record(maybe=alone, others=ANYTHING)},
         )
-        same = (SIDE.key, "workers", "run", "stem") if main[MAIN.key] > 1 else (SIDE.key,)
-        check_same(own, {"worker": worker} | {name: main[name] for name in same})
-        if main.get("files", {worker: None})[worker] not in (None, own.get(CHECKSUM)):
+        same = {name: main[name] for name in (SIDE.key, "workers", "run", "stem")}
+        check_same(own, {"worker": worker} | same)
+        if main["files"][worker] not in (None, own[CHECKSUM]):
             raise ValueError("it is not the file that was saved with its checkpoint")
-        check_own(own, main, workers, None if workers.place() else main.get("shapes"))
+        check_own(own, main, workers, None if workers.place() else main["shapes"])
         parts: Tree = {name: own[name] for name in ("compressor", "own") if name in own}
         return WorkerState(main, own["averaged"], (parts,))
 
@@ -450,7 +458,7 @@ class FabricCheckpoint:
             save = partial(io.save_checkpoint, states, storage_options=storage_options)
             problem = f"could not write its errors to {target}, so {path} is not written"
             on_all_ranks(self.host, problem, partial(put, target, save, io))
-        main = {FABRIC.key: FABRIC.newest, "stem": stem, "workers": workers, "modules": [*states]}
+        main = {FABRIC.key: FABRIC.format, "stem": stem, "workers": workers, "modules": [*states]}
         main = with_checksum(main | {"states": states if mode == "mean" else {}})
 
         def complete(there: Any) -> None:
@@ -506,7 +514,7 @@ class FabricCheckpoint:
         others = [name for name in self.handles if name not in main["modules"]]
         if others:
             raise ValueError(f"it has no errors of {', '.join(others)}, only of {main['modules']}")
-        if main.get("states"):
+        if main["states"]:
             found.update(main["states"])
             return
         before, now, rank = main["workers"], self.host.world_size, self.host.global_rank

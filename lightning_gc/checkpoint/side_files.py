@@ -22,10 +22,12 @@ from torch import Tensor
 from lightning_gc.checkpoint.worker_state import shared_state
 from lightning_gc.control.control_loop import ControlLoop
 from lightning_gc.control.training_progress import metrics_due
+from lightning_gc.core.notices import waiting
 from lightning_gc.core.pytree import Tree
 from lightning_gc.exchange import Workers
 from lightning_gc.exchange.peers import all_or_raise, explaining
-from lightning_gc.transports.distributed import Distributed, gather_text
+from lightning_gc.transports.distributed import Distributed, broadcast_text, gather_text
+from lightning_gc.transports.peer_error import awaiting_peers
 
 KEY = "lightning_gc"
 """Key of this library's part in a checkpoint."""
@@ -70,6 +72,9 @@ def is_alone(host: Host) -> bool:
     return bool(host.lightning_module.trainer.interrupted)
 
 
+_PURPOSE, _UNTIL = "a checkpoint", "save or read a checkpoint"
+
+
 def together(
     host: Ranks, acts: Mapping[int, Callable[[], Any]], workers: int = 0, alone: bool = False
 ) -> dict[int, Any]:
@@ -88,7 +93,7 @@ def together(
     def gather(text: str) -> list[str]:
         if alone or host.world_size == 1:
             return [text]
-        return gather_text(text, Distributed(purpose="a checkpoint"), host.root_device)
+        return gather_text(text, Distributed(purpose=_PURPOSE), host.root_device, _UNTIL)
 
     return all_or_raise(acts, workers or host.world_size, gather)
 
@@ -96,6 +101,12 @@ def together(
 def on_all_ranks(host: Ranks, problem: str, act: Callable[[], Any]) -> dict[int, Any]:
     """Call ``act`` on each rank; if it fails on one, raise ``problem`` and the reason on all."""
     return together(host, {host.global_rank: explaining(problem, act)})
+
+
+def told_by_rank_0(host: Ranks, text: str) -> str:
+    """Return rank 0's text on all ranks."""
+    with awaiting(host):
+        return broadcast_text(text, host.root_device, purpose=_PURPOSE)
 
 
 def stem_of(checkpoint: Any, step: int, save: str) -> str:
@@ -144,13 +155,29 @@ def read(path: str, checkpoint_io: Any) -> Any:
         inner = inner.checkpoint_io  # unwrap wrappers such as AsyncCheckpointIO
     safely = "weights_only" in inspect.signature(inner.load_checkpoint).parameters
     try:
-        if safely:
-            return checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
-        fs, where = url_to_fs(path)  # Lightning before 2.6 would unpickle anything
-        with fs.open(where, "rb") as file:
-            return torch.load(file, map_location="cpu", weights_only=True)
+        with reading(path):
+            if safely:
+                return checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
+            fs, where = url_to_fs(path)  # Lightning before 2.6 would unpickle anything
+            with fs.open(where, "rb") as file:
+                return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"it cannot be read ({in_short(error)})") from error
+
+
+def awaiting(host: Ranks) -> contextlib.AbstractContextManager[None]:
+    """Name the ranks that take long to save or read a checkpoint."""
+    return awaiting_peers(_UNTIL, host.global_rank, host.world_size)
+
+
+def reading(path: Any) -> contextlib.AbstractContextManager[None]:
+    """Name a file that takes long to be read."""
+    return waiting(f"Waiting for {os.fspath(path)} to be read")
+
+
+def writing(path: Any) -> contextlib.AbstractContextManager[None]:
+    """Name a file that takes long to be written."""
+    return waiting(f"Waiting for {os.fspath(path)} to be written")
 
 
 def in_short(error: Exception) -> str:
@@ -262,10 +289,11 @@ def write_atomically(
 
 def put(where: Any, write: Callable[[Any], None], checkpoint_io: Any) -> None:
     """Write the file ``where`` by ``write``, atomically unless the CheckpointIO wraps another."""
-    if wraps(checkpoint_io):  # may write in a thread; ``make_atomic``
-        write(where)
-    else:
-        write_atomically(where, write, checkpoint_io.remove_checkpoint)
+    with writing(where):
+        if wraps(checkpoint_io):  # may write in a thread; ``make_atomic``
+            write(where)
+        else:
+            write_atomically(where, write, checkpoint_io.remove_checkpoint)
 
 
 class AtomicIO:

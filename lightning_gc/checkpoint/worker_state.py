@@ -29,7 +29,6 @@ from lightning_gc.core import (
 from lightning_gc.core.checksum import NAME as CHECKSUM
 from lightning_gc.core.checksum import check_checksum
 from lightning_gc.core.pytree import Tree, average, each_tensor, reduced
-from lightning_gc.core.registry import with_new_names
 from lightning_gc.core.state_structure import FLAG
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.error_buffers import to_host
@@ -247,7 +246,6 @@ def changes(
         shapes: parameter name -> shape, in this run.
         buffers: names of the buffers that this run's memory keeps per parameter.
     """
-    before = with_new_names(before)
     saved = state.averaged.get("memory", {})
     units = [each.get("exchanged", "gradients") for each in (before, now)]
     dropped = bool(saved) and units[0] != units[1]
@@ -343,23 +341,17 @@ SHARED: dict[str, Structure] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Structure of a saved dict in each of its formats.
-
-    Format 3 has the name ``"controller"`` where earlier formats have ``"turn"``.
+    """Structure of a saved dict with a checksum.
 
     Args:
-        always: entries of every format.
-        since_2: entries that format 1 does not have.
+        always: required entries.
         key: name of the entry with the format.
-        newest: the format that this version writes.
-        signed: the first format with a checksum.
+        format: the format that this version writes and reads.
     """
 
     always: Mapping[str, Structure]
-    since_2: Mapping[str, Structure] = field(default_factory=dict)
     key: str = "format"
-    newest: int = 3
-    signed: int = 2
+    format: int = 3
 
     def opened(
         self,
@@ -367,7 +359,7 @@ class Layout:
         more: Mapping[str, Structure] | None = None,
         maybe: Mapping[str, Structure] | None = None,
     ) -> Tree:
-        """Return a saved dict with today's names; check format, checksum and structure.
+        """Return a saved dict; check format, checksum and structure.
 
         Args:
             saved: what was read.
@@ -375,30 +367,20 @@ class Layout:
             maybe: further entries that it may have.
 
         Raises:
-            ValueError: it is damaged, malformed, or of a newer version.
+            ValueError: it is damaged, malformed, or of another format.
         """
         if not isinstance(saved, dict):
             raise ValueError(f"it holds a {type(saved).__name__} where a dict was saved")
         number = saved.get(self.key)
-        if type(number) is not int or not 1 <= number <= self.newest:
+        if type(number) is not int or number != self.format:
             raise ValueError(
-                f"it has format={number!r}, but this version of lightning_gc knows formats up to "
-                f"{self.newest}; upgrade it if the file is newer"
+                f"it has format={number!r}, but this version of lightning_gc reads format "
+                f"{self.format}; use the version that saved it"
             )
-        if number >= self.signed:
-            check_checksum(saved)
-        names = dict(self.always) if number == 1 else {**self.always, **self.since_2}
-        if number >= self.signed:
-            names[CHECKSUM] = TEXT
-        today: Tree = saved if number > 2 else _renamed(saved)
-        if number < 3 and isinstance(today.get("averaged"), dict):
-            today["averaged"] = _renamed(today["averaged"])
-        Record({self.key: COUNT, **names, **(more or {})}, maybe or {}).check(today)
-        return today
-
-
-def _renamed(state: Tree) -> Tree:
-    return {CONTROLLER if name == "turn" else name: value for name, value in state.items()}
+        check_checksum(saved)
+        names = {self.key: COUNT, CHECKSUM: TEXT, **self.always, **(more or {})}
+        Record(names, maybe or {}).check(saved)
+        return saved
 
 
 def own_structure(workers: Workers, control: ControlLoop | None) -> dict[str, Structure]:
@@ -438,7 +420,7 @@ def check_own(
         own: a file's content, checked by ``Layout.opened``.
         shared: the state that is equal on all workers, also checked.
         workers: the workers of this process.
-        shapes: parameter -> buffer -> shape of the errors; None if the checkpoint has no record.
+        shapes: parameter -> buffer -> shape of the errors; None if they are in shards.
     """
     if _same_compressor(shared, workers):
         same = {
@@ -461,5 +443,5 @@ def check_own(
 
 
 def _same_compressor(shared: Tree, workers: Workers) -> bool:
-    saved = with_new_names(shared["configuration"])
-    return saved["compressor"] == repr(workers.configuration.compressor)
+    saved: str = shared["configuration"]["compressor"]
+    return saved == repr(workers.configuration.compressor)

@@ -45,7 +45,6 @@ from lightning_gc.compressors.quantisers.natural_compression import (
 from lightning_gc.compressors.quantisers.nvfp4 import NVFP4 as NVFP4
 from lightning_gc.compressors.quantisers.qsgd import QSGD as QSGD
 from lightning_gc.compressors.quantisers.rotated import Rotated as Rotated
-from lightning_gc.compressors.quantisers.terngrad import IndependentTernGrad as IndependentTernGrad
 from lightning_gc.compressors.quantisers.terngrad import TernGrad as TernGrad
 from lightning_gc.compressors.quantisers.uniform import Uniform as Uniform
 from lightning_gc.compressors.signs.ef_sign_sgd import EFSignSGD as EFSignSGD
@@ -62,16 +61,8 @@ from lightning_gc.compressors.sparsifiers.gtopk import GTopK as GTopK
 from lightning_gc.compressors.sparsifiers.hard_threshold import HardThreshold as HardThreshold
 from lightning_gc.compressors.sparsifiers.model_topk import ModelTopK as ModelTopK
 from lightning_gc.compressors.sparsifiers.nonzero_blocks import NonzeroBlocks as NonzeroBlocks
-from lightning_gc.compressors.sparsifiers.random_mask import (
-    IndependentRandomMask as IndependentRandomMask,
-)
 from lightning_gc.compressors.sparsifiers.random_mask import RandomMask as RandomMask
-from lightning_gc.compressors.sparsifiers.randomk import IndependentRandomK as IndependentRandomK
-from lightning_gc.compressors.sparsifiers.randomk import (
-    IndependentUnbiasedRandomK as IndependentUnbiasedRandomK,
-)
 from lightning_gc.compressors.sparsifiers.randomk import RandomK as RandomK
-from lightning_gc.compressors.sparsifiers.randomk import UnbiasedRandomK as UnbiasedRandomK
 from lightning_gc.compressors.sparsifiers.redsync import RedSync as RedSync
 from lightning_gc.compressors.sparsifiers.reused_threshold import ReusedThreshold as ReusedThreshold
 from lightning_gc.compressors.sparsifiers.sidco import SIDCo as SIDCo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import warnings
@@ -143,11 +144,15 @@ class ControlLoop:
         if begins and self.controller.deciding(epoch)[1] == epoch:
             self._first_step = self._step
         if begins or self._due(epoch):
-            now = moment()
-            observation = self._observe(epoch, rate, now, peers, begins)
-            said = self._call_policy(observation, epoch, now.total_steps) if peers.decides else None
-            self.ended, self._epoch = begins, epoch
-            self._apply_decision(peers, said)
+            # Within an epoch each step may have a decision, and no step is to start a thread.
+            until = f"begin epoch {epoch}"
+            with peers.awaiting(until) if begins else contextlib.nullcontext():
+                now = moment()
+                observation = self._observe(epoch, rate, now, peers, begins)
+                steps = now.total_steps
+                said = self._call_policy(observation, epoch, steps) if peers.decides else None
+                self.ended, self._epoch = begins, epoch
+                self._apply_decision(peers, said)
             self._probes.clock.resume()
         self._rate = rate
 
@@ -190,18 +195,15 @@ class ControlLoop:
         self._pause, self._rate = state["pause"], state["rate"]
         self._seen_step = self._step - state["steps"]
         self._epoch_step = self._step - state["epoch_steps"]
-        self._first_step = self._step - state.get("first_steps", self._step)
-        self._metrics, self._to_come = state["metrics"], set(state.get("due", ()))
+        self._first_step = self._step - state["first_steps"]
+        self._metrics, self._to_come = state["metrics"], set(state["due"])
         self._resumed = True
         if state["decision"] is not None:
             self.decision = Decision(**state["decision"])
-        if "levels" in state:
-            if state["levels"] is not None:
-                self._workers.set_levels(*state["levels"])
-            self._set_every(state["every"])
-            self._set_weights(state.get("weights"))
-        elif self.decision is not None:  # a checkpoint of 0.1 has no levels
-            self._carry_out(self.decision)
+        if state["levels"] is not None:
+            self._workers.set_levels(*state["levels"])
+        self._set_every(state["every"])
+        self._set_weights(state["weights"])
 
     def _call_policy(self, observation: Observation, epoch: int, steps: int | None) -> str:
         """Let the controller decide; return the text to broadcast."""
@@ -308,15 +310,16 @@ CONTROL_STATE = Record(
         "state": Record(others=ANYTHING),  # the controller's own
         "decision": Optional(
             Record(
-                {"level": LEVEL, "levels": Each(LEVEL)},
                 {
+                    "level": LEVEL,
+                    "levels": Each(LEVEL),
                     "reason": TEXT,
                     "figures": Each(NUMBER),
                     "warning": TEXT,
                     "keeps_levels": FLAG,
                     "every": Optional(COUNT),
                     "weights": Optional(Pair(LEVEL, Each(LEVEL))),
-                },
+                }
             )
         ),
         "ended": FLAG,
@@ -326,13 +329,11 @@ CONTROL_STATE = Record(
         "steps": INTEGER,
         "epoch_steps": INTEGER,
         "metrics": Each(NUMBER),
-    },
-    {  # not in checkpoints of 0.1
         "levels": Optional(Pair(LEVEL, Each(LEVEL))),  # in force; a decision may keep earlier ones
         "every": Optional(COUNT),
         "weights": Optional(Pair(LEVEL, Each(LEVEL))),
         "due": Listed(TEXT),
         "first_steps": INTEGER,
-    },
+    }
 )
 """What ``ControlLoop.state_dict`` returns."""

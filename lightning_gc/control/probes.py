@@ -43,11 +43,7 @@ class WorkerStatistics:
     structure = Record(
         {
             "bytes": FINITE,
-            "tally": Record(
-                dict.fromkeys(("grad_bytes", "elements", "sent", "payload_bytes"), FINITE),
-                # Not in checkpoints of 0.1.
-                dict.fromkeys(("grad_elements", "local_steps", "local_bytes"), FINITE),
-            ),
+            "tally": Record({field.name: FINITE for field in dataclasses.fields(Tally)}),
             "observer": EpochStatistics.structure,
         }
     )
@@ -128,9 +124,7 @@ class WorkerStatistics:
         self._time_from_here()
         self._seen_bytes = self._account.sent_bytes - round(state["bytes"])
         now = vars(self.engine.tally)
-        # A checkpoint of 0.1 has no grad_elements: what was sent whole before it is not counted.
-        counts = {"grad_elements": state["tally"]["elements"]} | state["tally"]
-        self._seen_tally = Tally(**{n: now[n] - round(v) for n, v in counts.items()})
+        self._seen_tally = Tally(**{n: now[n] - round(v) for n, v in state["tally"].items()})
         self.epoch.load_own_state(state["observer"])
 
     def _time_from_here(self) -> None:

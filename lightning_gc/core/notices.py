@@ -33,15 +33,15 @@ def say(sentence: str, *values: object) -> None:
 
 @contextlib.contextmanager
 def waiting(
-    what: str | Callable[[], str], first: float = FIRST, again: float = AGAIN
+    what: str | Callable[[], str], first: float | None = None, again: float | None = None
 ) -> Iterator[None]:
     """Say ``what`` if the body takes longer than ``first`` seconds, and again while it lasts.
 
     Args:
         what: the line, or what returns it in the moment in which it is said. The seconds so far
             are added.
-        first: seconds until the first line.
-        again: seconds between later lines.
+        first: seconds until the first line; None: ``FIRST``.
+        again: seconds between later lines; None: ``AGAIN``.
 
     Example:
         >>> with waiting("Waiting for worker 1 to start"):
@@ -50,9 +50,10 @@ def waiting(
     ended = threading.Event()
 
     def speak() -> None:
-        began, limit = time.monotonic(), first
+        began, limit = time.monotonic(), FIRST if first is None else first
         while not ended.wait(limit):
-            said, limit = what if isinstance(what, str) else what(), again
+            said = what if isinstance(what, str) else what()
+            limit = AGAIN if again is None else again
             say("%s (%.0f s so far).", said, time.monotonic() - began)
 
     thread = threading.Thread(target=speak, name="notices", daemon=True)

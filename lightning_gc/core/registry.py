@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import importlib
 import inspect
-import re
 import sys
 import warnings
 from collections.abc import Collection, Mapping
@@ -16,22 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _RENAMED = {"residual": "error_feedback", "Residual": "ErrorFeedback"}
-"""Old names, still accepted and read -> new ones: of the registry, and of classes in a ``repr``."""
-
-
-def with_new_names(words: Mapping[str, str]) -> dict[str, str]:
-    """Return settings as text, such as ``repr`` of a memory, with the classes' new names.
-
-    Checkpoints keep the names of their version. Compare their settings after this.
-
-    Example:
-        >>> with_new_names({"memory": "Residual(decay=0.9)"})
-        {'memory': 'ErrorFeedback(decay=0.9)'}
-    """
-    return {
-        name: re.sub(r"\w+(?=\()", lambda found: _RENAMED.get(found[0], found[0]), text)
-        for name, text in words.items()
-    }
+"""Old names, still accepted -> new ones."""
 
 
 def export(namespace: dict[str, Any], *more: str) -> None:
@@ -130,23 +114,18 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if factory is missing else factory()
 
 
-def public_name(path: str) -> str:
-    """Return the dotted path that users write, with a class's new name, if it is of this package.
+def path_of(cls: type) -> str:
+    """Return the dotted path by which users import a class.
 
     Example:
-        >>> public_name("lightning_gc.compressors.sparsifiers.topk.TopK")
+        >>> from lightning_gc import TopK
+        >>> path_of(TopK)
         'lightning_gc.compressors.TopK'
     """
-    top, _, rest = path.partition(".")
+    top, _, rest = cls.__module__.partition(".")
     if top != __name__.partition(".")[0]:
-        return path
-    name = rest.rpartition(".")[2]
-    return f"{top}.{rest.partition('.')[0]}.{_RENAMED.get(name, name)}"
-
-
-def path_of(cls: type) -> str:
-    """Return the dotted path by which users import a class; see ``public_name``."""
-    return public_name(f"{cls.__module__}.{cls.__qualname__}")
+        return f"{cls.__module__}.{cls.__qualname__}"
+    return f"{top}.{rest.partition('.')[0]}.{cls.__qualname__}"
 
 
 def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T]) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -31,9 +30,11 @@ class EpochStatistics:
     """
 
     structure = Record(
-        {"sums": Each(FLOATS), "squares": NUMBER, "total_error": NUMBER},
-        # Those after the first are not in old checkpoints.
-        {"first": FINITE, "total_error_update": NUMBER, "recent": NUMBER},
+        {
+            "sums": Each(FLOATS),
+            **dict.fromkeys(("squares", "total_error", "total_error_update", "recent"), NUMBER),
+        },
+        {"first": FINITE},
     )
     """Structure of ``own_state()``; norms of huge gradients may overflow."""
 
@@ -153,14 +154,8 @@ class EpochStatistics:
         self._squares = float(state["squares"])
         self._first = round(state["first"]) if "first" in state else None
         self._errors = float(state["total_error"])
-        if self.errors and "total_error_update" not in state:
-            warnings.warn(
-                "The checkpoint is of a version that kept no total_error_update, so that figure "
-                "counts from here; total_error continues.",
-                stacklevel=2,
-            )
-        self._update_errors = float(state.get("total_error_update", 0.0))
-        self._recent = float(state.get("recent", 0.0))
+        self._update_errors = float(state["total_error_update"])
+        self._recent = float(state["recent"])
 
 
 def _squares(bucket: Bucket, flat: Tensor) -> Tensor:

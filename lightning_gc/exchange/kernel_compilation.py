@@ -32,7 +32,7 @@ def compile_kernels(configuration: Configuration, device: torch.device) -> dict[
     used = _exchange_alone(configuration, device) if dispatch.may_compile(device) else set()
     portable = configuration.compressor.traits.portable
     release = torch.__version__
-    same = {"wire format": str(FORMAT), "torch": release, "lightning_gc": _own_release()}
+    same = {"wire format": str(FORMAT), "torch": release, "lightning_gc": own_release()}
     same["kernels"] = dispatch.in_words(used, device)
     if device.type == "cpu":
         # Builds for one GPU or another have the same code for the host; so do, for what decodes
@@ -84,7 +84,8 @@ def device_in_words(device: torch.device) -> str:
     return f"{device.type} with {_vectors()}"
 
 
-def _own_release() -> str:
+def own_release() -> str:
+    """Return the version of this package."""
     # The package imports all others for type checkers, so an import at the top would be a cycle.
     return str(importlib.import_module("lightning_gc").__version__)
 

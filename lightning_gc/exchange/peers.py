@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gc.transports.distributed import EXCHANGE, Distributed, gather_text
-from lightning_gc.transports.peer_error import naming_peers
+from lightning_gc.transports.peer_error import awaiting_peers, naming_peers
 
 
 class Parts:
@@ -114,6 +115,12 @@ class Peers:
         mean: list[float] = self.parts.total(self.mean(self._packed(rows))).tolist()
         return mean
 
+    def awaiting(self, until: str) -> contextlib.AbstractContextManager[None]:
+        """Say whom this worker waits for, if the body takes long; see ``awaiting_peers``."""
+        if not dist.is_initialized():
+            return contextlib.nullcontext()
+        return awaiting_peers(until, dist.get_rank(self.group), dist.get_world_size(self.group))
+
     def _packed(self, rows: Iterable[Sequence[float]]) -> Tensor:
         return torch.tensor(list(rows), dtype=torch.float64, device=self.device).mean(0)
 
@@ -130,7 +137,8 @@ def take_over(module: nn.Module) -> None:
 def broadcast_all(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Broadcast tensors of the group's first member, one by one; empty ones are left out."""
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
-    with torch.no_grad():
+    who = dist.get_rank(group), dist.get_world_size(group)
+    with torch.no_grad(), awaiting_peers("begin with the same weights", *who):
         for tensor in tensors:
             if tensor.numel():
                 flat = tensor.detach().reshape(-1).contiguous()
@@ -188,6 +196,7 @@ def on_all_ranks(
     group: dist.ProcessGroup | None = None,
     purpose: str = EXCHANGE,
     raises: type[Exception] = ValueError,
+    until: str = "start",
 ) -> dict[int, str]:
     """Call ``act`` on each rank; return all results by rank, or raise on all ranks.
 
@@ -197,9 +206,10 @@ def on_all_ranks(
         group: of the ranks; None is the default group.
         purpose: what is communicated, for error messages.
         raises: the exception.
+        until: what the others have yet to do, for ``gather_text``.
     """
     ranks = Distributed(group, purpose)
-    gather = partial(gather_text, transport=ranks, device=device)
+    gather = partial(gather_text, transport=ranks, device=device, until=until)
     return all_or_raise({ranks.worker: act}, ranks.workers, gather, raises)
 
 

@@ -23,8 +23,9 @@ from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.base import Transport
-from lightning_gc.transports.distributed import EXCHANGE, Distributed, gather_text
+from lightning_gc.transports.distributed import EXCHANGE, Distributed, gather_text, own_group
 from lightning_gc.transports.island import ALONE, Island
+from lightning_gc.transports.peer_error import awaiting_peers
 
 JOINING = timedelta(minutes=1)
 """Least timeout until the first step: workers start, and on CUDA compile, at unlike times."""
@@ -87,16 +88,12 @@ class Synchronizer:
         members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         # Gloo's messages keep the timeout with which the group was made, and nothing is compiled.
         hurried = device.type == "cuda" and timeout is not None and timeout < JOINING
-        made = [
-            dist.new_group(
-                list(ranks),
-                timeout=JOINING if hurried else timeout,
-                backend=dist.get_backend(process_group),
-                use_local_synchronization=groups is None and len(ranks) < dist.get_world_size(),
-            )
-            for ranks in groups or [members]
-        ]
-        self._group = next(g for g in made if isinstance(g, dist.ProcessGroup))
+        self._group = own_group(
+            groups or [members],
+            JOINING if hurried else timeout,
+            backend=dist.get_backend(process_group),
+            use_local_synchronization=groups is None and len(members) < dist.get_world_size(),
+        )
         try:
             self._meet(device, purpose, verify, revocable, dict(agreed or {}))
         except BaseException:
@@ -264,7 +261,8 @@ def leave(group: dist.ProcessGroup, failed: bool) -> None:
         thread = threading.Thread(target=_abort, args=(group,), daemon=True)
         thread.start()
         thread.join(_GRACE)
-    else:
+        return
+    with awaiting_peers("leave", dist.get_rank(group), dist.get_world_size(group)):
         dist.destroy_process_group(group)
 
 

@@ -16,11 +16,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from lightning_gc.core.notices import waiting
 from lightning_gc.exchange import JOINING
 from lightning_gc.flavours import package_of, refuse_other_package
 from lightning_gc.lightning.api import StrategyAPI
 from lightning_gc.transports.interfaces import named_interface
-from lightning_gc.transports.peer_error import is_from_backend, naming_peers, peers_in_words
+from lightning_gc.transports.peer_error import (
+    awaiting_peers,
+    is_from_backend,
+    naming_peers,
+    peers_in_words,
+)
 
 _LIGHTNING = "what Lightning shares between workers: metrics, decisions, paths of checkpoints"
 _STEP = "a collective of DDP's, of Lightning's or of the module's own"
@@ -34,8 +40,11 @@ class PeerNaming(StrategyAPI):
     broadcast of module buffers, and a module's own fail within a step of the module.
     """
 
-    def barrier(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("barrier", _LIGHTNING, super().barrier, *args, **kwargs)
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Wait for all workers, as Lightning does around a fit, a validation and a save."""
+        until = f"reach Lightning's barrier {name or ''}".strip()
+        with awaiting_peers(until, self.global_rank, self.world_size):
+            return self._named("barrier", _LIGHTNING, super().barrier, name, *args, **kwargs)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
         return self._named("broadcast", _LIGHTNING, super().broadcast, *args, **kwargs)
@@ -199,15 +208,15 @@ class Joining(StrategyAPI):
         """
         self._name_interface()
         timeout = self._timeout
-        if timeout is None or timeout >= JOINING:
-            yield
-            return
+        hurried = timeout is not None and timeout < JOINING
         try:
-            self._timeout = JOINING
-            yield
+            self._timeout = JOINING if hurried else timeout
+            with waiting("Waiting for the other workers to start"):
+                yield
         finally:
             self._timeout = timeout
-        _set_pg_timeout(timeout)
+        if hurried and timeout is not None:
+            _set_pg_timeout(timeout)
 
     def _name_interface(self) -> None:
         """Until ``teardown``, let Gloo use the interface that leads to worker 0."""

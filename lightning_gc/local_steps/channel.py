@@ -25,7 +25,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 _log = logging.getLogger(__name__)
-VERSION = 1
+VERSION = 2
 """The protocol's: greetings, messages, reports and entries of the log."""
 DEADLINE = 10.0
 """Seconds in which a visitor must prove that it has the secret."""
@@ -43,7 +43,11 @@ _YES, _NO = b"\1", b"\0"
 
 
 class HandshakeError(ConnectionError):
-    """The other side is not one with the same secret, place and version."""
+    """The other side has not shown that it has the same secret, place and version."""
+
+
+class StrangerError(HandshakeError):
+    """The other side has shown that it has not, so that calling again does not help."""
 
 
 class Seal:
@@ -136,17 +140,17 @@ class Channel:
         own = VERSION.to_bytes(2, "big") + place + secrets.token_bytes(_NONCE)
         self.out += _MAGIC + own
         if (yield len(_MAGIC)) != _MAGIC:
-            raise HandshakeError(self._is_another())
+            raise StrangerError(self._is_another())
         self._greeted = True
         other = yield len(own)
         version = int.from_bytes(other[:2], "big")
         if version != VERSION:
-            raise HandshakeError(
+            raise StrangerError(
                 f"{self._name} has version {version} of the protocol, and this process has "
                 f"{VERSION}; install one version of lightning_gc on all machines"
             )
         if other[2:10] != place:
-            raise HandshakeError(
+            raise StrangerError(
                 f"{self._name} is another part of an elastic run; compare addresses and ports"
             )
         yield from self._prove(own + other if self._calls else other + own)
@@ -170,10 +174,10 @@ class Channel:
         if self._calls:
             self.out += caller
             if (yield 1) != _YES:
-                raise HandshakeError(f"{self._name} has another secret")
+                raise StrangerError(f"{self._name} has another secret")
         if not hmac.compare_digest(bytes((yield _SIGN)), called if self._calls else caller):
             self.out += b"" if self._calls else _NO
-            raise HandshakeError(f"{self._name} has another secret")
+            raise StrangerError(f"{self._name} has another secret")
         self.out += b"" if self._calls else _YES + called
         self._key = self._seal.sign(b"session", both)
         self.open = True
@@ -385,7 +389,8 @@ class Listener:
         self._noted[kind] += 1
         count = self._noted[kind]
         if str(count).strip("0") == "1":
-            _log.warning("The listener on port %d has %s (%d times)", self.port, text, count)
+            so_far = f" ({count} times so far)" if count > 1 else ""
+            _log.warning("The listener on port %d has %s%s.", self.port, text, so_far)
 
     def _attend(self, guest: Guest, events: int) -> None:
         try:
@@ -476,7 +481,7 @@ class Listener:
 
 def _peer(link: socket.socket) -> str:
     with contextlib.suppress(OSError):
-        return str(link.getpeername()[0])
+        return str(link.getpeername()[0]).removeprefix("::ffff:")  # IPv4 at a socket of IPv6
     return "a visitor"
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
+import ipaddress
 import itertools
-import json
 import logging
 import math
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import GroupName, _new_process_group_hel
 
 from lightning_gc.core import TEXT, WHOLE, Each, Flow, Record
 from lightning_gc.core.digest import ReplicaError
+from lightning_gc.core.notices import say, waiting
 from lightning_gc.core.pytree import Tree, each_tensor
 from lightning_gc.core.settings import Settings
 from lightning_gc.core.state_structure import ERRORS
@@ -47,6 +48,7 @@ from lightning_gc.local_steps.roll import (
     Verdict,
     entry_of,
     in_words,
+    workers_in_words,
 )
 from lightning_gc.local_steps.snapshot import (
     Door,
@@ -69,6 +71,8 @@ from lightning_gc.transports.peer_error import PeerError, is_from_backend
 _log = logging.getLogger(__name__)
 _TRIES = 3
 """How often a snapshot is fetched from the same donor."""
+_WAITS = 8.0
+"""Seconds after which a worker says for whom it waits: a rendezvous tells it every 5 s."""
 _LONGEST = 1e9
 """Most seconds that a worker can be told to wait; beyond, the system's clocks overflow."""
 
@@ -169,6 +173,12 @@ def check_elastic(elastic: Any, owner: str) -> None:
         raise ValueError(
             f"{owner}(elastic={elastic!r}): give elastic=Elastic({where!r}), or leave it out."
         )
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(OSError, ValueError):
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    return False
 
 
 def _is_whole(value: Any) -> bool:
@@ -280,6 +290,7 @@ class ElasticExchange:
         self._kept: dict[str, dict[str, Any]] = {}  # the compressor's state before an attempt
         self._neighbours: dict[int, str] = {}
         self._differing = self._failures = self.size = 0
+        self._fetched: Do | None = None  # the snapshot that is under way
         self._first = 0  # steps before this round
         self._within = False  # whether the loop is in a step, which it has not counted
         self._saved: int | None = None  # number in the state that was loaded
@@ -290,25 +301,28 @@ class ElasticExchange:
         same |= compile_kernels(workers.configuration, device)
         if size > 1:
             same["island"] = str(size)
-        settings = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
         self._member = Member(Report(""))
         self._unread: Entry | None = None  # of the log
         self._line: Line | None = None  # rank 0's, as the door and Gloo's interface are
         self._door: Door | None = None
         self._interface = ExitStack()
         try:
-            self._member = Member(
-                Report.read(self.island.say(partial(self._open, settings, wanted)))
-            )
-            self._until(("number",), f"for a rendezvous at {elastic.rendezvous}")
+            self._member = Member(Report.read(self.island.say(partial(self._open, same, wanted))))
+            self._until(("number",), "a rendezvous")
         except BaseException:
             self.close(failed=True)
             raise
 
-    def _open(self, settings: str, wanted: int | None) -> str:
+    def _open(self, settings: dict[str, str], wanted: int | None) -> str:
         """Open the line to the rendezvous and the door; return the first report."""
         elastic = self.elastic
         host, port = host_and_port(elastic.rendezvous, "Elastic", "rendezvous")
+        if elastic.secret is None and not _is_loopback(host):
+            _log.warning(
+                "Elastic(secret=None): everyone who reaches %s may take part in this run, and "
+                "change its weights. Make a secret for all: openssl rand -base64 32 > secret.txt",
+                elastic.rendezvous,
+            )
         roll = None if elastic.roll is None else Path(elastic.roll)
         self._line = Line(host, port, elastic.secret, roll)
         own = elastic.address or address_towards(host, port)
@@ -349,30 +363,61 @@ class ElasticExchange:
 
     # -------------------------------------------------------------------------- the log
 
-    def _until(self, wanted: tuple[str, ...], what: str) -> Do:
+    def _until(self, wanted: tuple[str, ...], whom: str = "other workers") -> Do:
         """Read the log until one of these is to be done, and take snapshots on the way.
 
         Args:
             wanted: as ``Do.what``; ``"fetched"``: a snapshot has been taken.
-            what: the worker waits for, for the error.
+            whom: the worker waits for, if the rendezvous has not told.
         """
         limit = time.monotonic() + self.elastic.patience
-        while True:
-            self._report()
-            text = self.island.say(partial(self._next, limit, what))
-            done = self._read(entry_of(text)) if text else None
-            if done is not None and done.what == "fetch":
-                done = self._fetch(done)
+        with self._saying(lambda: self._waits(whom), _WAITS):
+            while True:
                 self._report()
-            if done is not None and done.what in wanted:
-                return done
+                text = self.island.say(partial(self._next, limit, whom))
+                done = self._read(entry_of(text)) if text else None
+                if done is not None and done.what == "fetch":
+                    done = self._fetch(done)
+                    self._report()
+                if done is not None and done.what in wanted:
+                    return done
 
-    def _next(self, limit: float, what: str) -> str:
+    def _saying(
+        self, what: str | Callable[[], str], first: float | None = None
+    ) -> AbstractContextManager[None]:
+        """Say what this worker does, if it takes long; one rank of an island says it."""
+        if self._line is None:
+            return nullcontext()
+
+        def sentence() -> str:
+            number = self._member.report.number
+            who = "This worker" if number is None else f"Worker {number}"
+            return f"{who} {what if isinstance(what, str) else what()}"
+
+        return waiting(sentence, first)
+
+    def _waits(self, whom: str) -> str:
+        """Return for whom or what this worker waits."""
+        assert self._line is not None
+        report, fetched = self._member.report, self._fetched
+        if fetched is not None:
+            return f"takes the snapshot of worker {fetched.donor} at {fetched.address}"
+        place = f" in round {report.round}" if report.phase in ("asking", "done", "failed") else ""
+        if self._line.trouble:
+            return f"waits{place} for {whom}: {self._line.trouble}"
+        return f"waits{place} for {self._line.awaited or whom}"
+
+    def _next(self, limit: float, whom: str) -> str:
         """Return the next entry of the log as text, empty if the log has no new one."""
         assert self._line is not None
+        if self._line.strange and self._member.report.number is None:
+            raise ValueError(
+                f"This worker cannot take part: {self._line.trouble}. Give all workers and the "
+                f"rendezvous the same address, secret and version."
+            )
         if time.monotonic() > limit:
             raise RuntimeError(
-                f"This worker has waited {self.elastic.patience:g} s {what}, with "
+                f"This worker has waited {self.elastic.patience:g} s for {whom}, with "
                 f"min_workers={self.elastic.min_workers}. The rendezvous: "
                 f"{self._line.trouble or 'it answers'}. Start it, or more workers, or raise "
                 f"Elastic(patience=...)."
@@ -405,12 +450,15 @@ class ElasticExchange:
             self._neighbours = dict(zip(entry.members, entry.addresses, strict=False))
         if isinstance(entry, Verdict) and entry.record is not None:
             for number, norm in entry.record.lost.items():
-                _log.warning(
-                    "Worker %d is silent: its error of norm %.6g is lost, in round %d.",
-                    *(number, norm, entry.record.round),
-                )
+                if number != self._member.report.number:
+                    error = f"its error of norm {norm:.6g} is lost" if norm else "no error is lost"
+                    _log.warning(
+                        "Worker %d is silent: round %d is made without it. If it has died, %s. If "
+                        "it comes back, it keeps its error.",
+                        *(number, entry.record.round, error),
+                    )
             for number in entry.record.left:
-                _log.info("Worker %d has left, before round %d.", number, entry.record.round)
+                say("Worker %d has left, before round %d.", number, entry.record.round)
         return done
 
     # -------------------------------------------------------------------------- coming in
@@ -428,14 +476,20 @@ class ElasticExchange:
         self._belongs = self._resumed = step > 0 and self._saved in (None, self.number)
         self._first = loop.steps - rounds.position
         self._member.enters(self._workers.first.step, self._mark())
-        done = self._until(("begin", "fetched"), "for other workers")
+        done = self._until(("begin", "fetched"))
         if done.what == "fetched" and self._member.report.phase == "ready":
-            self._until(("begin",), "for the run to begin")
+            done = self._until(("begin",))
+        if self._line is not None:
+            say(
+                "Joined as worker %d of %d at %s, in round %d.",
+                *(self.number, done.workers, self.elastic.rendezvous, self._member.report.round),
+            )
         self._belongs = self._within = True
         self._resumed = False
 
     def _fetch(self, done: Do) -> Do | None:
         """Take the snapshot of a member; if it cannot be had, ask for another one."""
+        self._fetched = done
         for attempt in range(_TRIES):
             try:
                 with ExitStack() as stack:
@@ -452,8 +506,9 @@ class ElasticExchange:
                     ) from error
                 time.sleep(0.1 * (attempt + 1))
             else:
-                self._failures = 0
-                return Do("fetched")
+                self._failures, self._fetched = 0, None
+                return replace(done, what="fetched")
+        self._fetched = None
         self._member.not_fetched()
         return None
 
@@ -525,14 +580,16 @@ class ElasticExchange:
         """
         sent, self._sent = self._sent, []
         self._member.asks(self._mark(), self._inherit(self._heard(self._left)))
-        what = f"in round {self._member.report.round}, for other workers"
+        number = self._member.report.round
         while True:
-            done = self._until(("run", "commit", "repeat", "fetched"), what)
+            done = self._until(("run", "commit", "repeat", "fetched"))
             if done.what == "run":
                 if not self._changing:
                     self._still.acquire()
                     self._changing = True
-                self._attempt(done, sent)
+                others = [each for each in self._member.report.members if each != self.number]
+                with self._saying(f"exchanges round {number} with {workers_in_words(others)}"):
+                    self._attempt(done, sent)
             elif done.what == "commit":
                 self._finish(sent)
                 return
@@ -541,7 +598,12 @@ class ElasticExchange:
                 self.landed()
                 self._repeated(done.why)
             else:
-                return  # at the weights of the others
+                _log.warning(
+                    "Worker %d was too late for round %d, which the others made without it. It "
+                    "continues at the weights of worker %d, in round %d.",
+                    *(self.number, number, done.donor, self._member.report.round),
+                )
+                return
 
     def landed(self) -> None:
         """Serve snapshots again: the common weights have been taken over."""
@@ -728,16 +790,18 @@ class ElasticExchange:
         }
         norm, report = self._norm(), self._member.report
         if not norm:
+            say("Worker %d leaves.", self.number)
             return
         said = {"ask": "error", "run": report.run, "number": self.number, "memory": memory}
         for number, address in sorted(self._neighbours.items()):
             if number == self.number:
                 continue
             visit = visiting(address, self._seal, self._most, float(self.elastic.timeout))
-            with suppress(OSError, ValueError), visit as wire:
+            offer = self._saying(f"offers its error to worker {number} at {address}")
+            with offer, suppress(OSError, ValueError), visit as wire:
                 wire.send(said)
                 if wire.receive() == {"taken": True}:
-                    _log.info(
+                    say(
                         "Worker %d leaves; worker %d has its error of norm %.6g.",
                         *(self.number, number, norm),
                     )
@@ -777,13 +841,14 @@ class ElasticExchange:
         if self._member.report.phase == "done" and self._line is not None:
             self._loop = None  # a signal has been noted
             limit = time.monotonic() + self.elastic.timeout
-            while self._member.report.phase == "done" and time.monotonic() < limit:
-                entry = self._unread or self._line.next(0.1)
-                done = None if entry is None else self._read(entry)
-                if done is not None and done.what == "commit":
-                    self._workers.end_round([])
-                elif done is not None:
-                    self._undo()
+            with self._saying(f"hears how round {self._member.report.round} has ended"):
+                while self._member.report.phase == "done" and time.monotonic() < limit:
+                    entry = self._unread or self._line.next(0.1)
+                    done = None if entry is None else self._read(entry)
+                    if done is not None and done.what == "commit":
+                        self._workers.end_round([])
+                    elif done is not None:
+                        self._undo()
         if self._workers.engines and self._workers.first.torn:
             self._undo()
 

@@ -508,8 +508,10 @@ class CommonState:
     """
 
     common_structure = Record(
-        {"position": WHOLE, "velocity": Each(ERRORS), "anchor": Each(ERRORS)},
         {
+            "position": WHOLE,
+            "velocity": Each(ERRORS),
+            "anchor": Each(ERRORS),
             "waited": WHOLE,
             "length": COUNT,
             "rate": Optional(NUMBER),
@@ -528,7 +530,7 @@ class CommonState:
                 )
             ),
             "share": Share.common_structure,
-        },
+        }
     )
 
     def __init__(self, rounds: Sequence[LocalRounds]) -> None:
@@ -575,13 +577,12 @@ class CommonState:
 
     def _load(self, rounds: LocalRounds, state: Any) -> None:
         rounds.flight = None
-        rounds.weights.buffers.take(state.get("parameters", ()))
+        rounds.weights.buffers.take(state["parameters"])
         for each in rounds.weights.fragments:
             each.anchor = each.flat(state["anchor"], each.anchor)
             if each.velocity is not None:
                 each.velocity = each.flat(state["velocity"], torch.zeros_like(each.velocity))
-        if "share" in state:
-            rounds.share.load_common_state(state["share"])
+        rounds.share.load_common_state(state["share"])
         if len(state["since"]) == len(rounds.since):  # else the fit has other fragments
             if rounds.plan.growing is not None:
                 rounds.rate = state["rate"]
@@ -621,13 +622,13 @@ class OwnState:
     """
 
     structure = Record(
-        {"weights": Each(FLOATS), "buffers": Each(FLOATS), "sent": Each(FLOATS)},
         {
+            **dict.fromkeys(("weights", "buffers", "sent"), Each(FLOATS)),
             "optimizers": Each(ANYTHING),
             "scaler": ANYTHING,
             "share": Share.own_structure,
-            "common": CommonState.common_structure,
         },
+        {"common": CommonState.common_structure},
     )
 
     def __init__(
@@ -688,8 +689,7 @@ class OwnState:
             flight.sent = fragment.flat(own["sent"], flight.sent)
         if same:
             self.take(states[0])
-            if "share" in states[0]:
-                self._rounds.share.load_own_state(states[0]["share"])
+            self._rounds.share.load_own_state(states[0]["share"])
 
     def take(self, state: Any) -> None:
         """Take the loss scaler of a worker's state, and its optimizers for ``load_optimizers``."""

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from lightning_gc.core import TEXT, Listed, Record
+from lightning_gc.core.notices import AGAIN, FIRST, say
 from lightning_gc.core.state_structure import INTEGER
 from lightning_gc.local_steps.channel import (
     Guest,
@@ -35,20 +36,26 @@ from lightning_gc.local_steps.channel import (
     Link,
     Listener,
     Seal,
+    StrangerError,
     calling,
 )
 from lightning_gc.local_steps.roll import (
     BEAT,
     NEAR,
+    Begun,
     Ended,
+    Enter,
     Entry,
     Keeper,
+    Numbered,
+    Refused,
     Report,
     Round,
     Verdict,
     check_roll,
     entry_of,
     in_words,
+    workers_in_words,
 )
 from lightning_gc.local_steps.roll_file import BusyError, RollFile
 from lightning_gc.transports.interfaces import is_bindable
@@ -112,6 +119,79 @@ def check_secret(secret: Any, owner: str) -> None:
     )
 
 
+class Chronicle:
+    """Tells in sentences what a rendezvous decides, and for whom workers wait.
+
+    Rounds that differ in nothing but their number are told together, each half minute.
+
+    Example:
+        >>> chronicle = Chronicle()
+        >>> chronicle.tell(Numbered("token", 2, "10.0.0.3:41234"), now=0.0)
+        ['Worker 2 has come from 10.0.0.3:41234.']
+        >>> chronicle.tell(Refused("token", "every is 8 here, and 16 in the run"), now=1.0)
+        ['Worker 2 is refused: every is 8 here, and 16 in the run.']
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}  # token -> number
+        self._members: tuple[int, ...] = ()
+        self._untold: list[int] = []  # rounds
+        self._due = -math.inf  # when rounds are told next
+        self._awaited, self._waits_from, self._waits_until = "", 0.0, 0.0
+
+    def tell(self, entry: Entry, now: float) -> list[str]:
+        """Return the sentences on an entry of the log."""
+        match entry:
+            case Numbered(token, number, address):
+                self._numbers[token] = number
+                return [f"{self._who(token)} has come from {address or 'an unknown address'}."]
+            case Refused(token, why):
+                return [f"{self._who(token)} is refused: {why}."]
+            case Enter(token, donor=donor):
+                return [f"{self._who(token)} begins at the weights of worker {donor}."]
+            case Begun(workers=workers):
+                return [f"A run begins, with {workers} worker{'s' if workers > 1 else ''}."]
+            case Verdict(record=None):
+                return [*self._rounds(), f"Round {entry.round} is repeated: {entry.why}."]
+            case Verdict(record=Round() as record):
+                return self._round(record, now)
+            case Ended():
+                return [*self._rounds(), f"The run has ended, before round {entry.round}."]
+        return []
+
+    def wait(self, awaited: str, now: float) -> list[str]:
+        """Return the sentence on a wait that is long, and again each half minute."""
+        if awaited != self._awaited:
+            self._awaited, self._waits_from, self._waits_until = awaited, now, now + FIRST
+        if not awaited or now < self._waits_until:
+            return []
+        self._waits_until = now + AGAIN
+        return [f"Workers wait for {awaited} ({now - self._waits_from:.0f} s so far)."]
+
+    def _round(self, record: Round, now: float) -> list[str]:
+        said = [f"Worker {number} has left." for number in record.left]
+        said += [f"Worker {number} is silent." for number in record.lost]
+        before = []
+        if record.members != self._members or said:
+            before, self._members, self._due = self._rounds(), record.members, now
+        self._untold.append(record.round)
+        if now < self._due:
+            return [*before, *said]
+        self._due = now + AGAIN
+        return [*before, *said, *self._rounds()]
+
+    def _rounds(self) -> list[str]:
+        untold, self._untold = self._untold, []
+        if not untold:
+            return []
+        first, last = untold[0], untold[-1]
+        rounds = f"Rounds {first} to {last} are" if last > first else f"Round {last} is"
+        return [f"{rounds} committed, by {workers_in_words(self._members)}."]
+
+    def _who(self, token: str) -> str:
+        return f"Worker {self._numbers[token]}" if token in self._numbers else "A worker"
+
+
 class Rendezvous:
     """Hears workers, and decides on rounds, in one thread of this process.
 
@@ -151,7 +231,8 @@ class Rendezvous:
         self._term, self._said = secrets.token_hex(4), deque[str](maxlen=KEPT)
         self._oldest = 0  # number of the oldest entry that is kept
         self._ended = threading.Event()
-        self._meetings = Meetings()
+        self._awaited = ""  # as members are told
+        self._meetings, self._chronicle = Meetings(), Chronicle()
         self._known: dict[tuple[str, int], Round] = {}  # told by members
         self.leaves = math.inf
         try:
@@ -187,13 +268,16 @@ class Rendezvous:
             if now >= due:
                 said = keeper.tick(now)
                 for entry in said:
-                    self._say(entry)
+                    self._say(entry, now)
                 took = time.thread_time() - began
                 rest = now + took
                 due = now if said else now + min(max(0.02, 400 * took), NEAR / 2)
             if now >= pulse:
                 pulse = now + _PULSE
-                self._tell(self._listener.guests, pace=self._pace())
+                self._awaited = keeper.awaited(now)
+                self._tell(self._listener.guests, pace=self._pace(), awaited=self._awaited)
+                for sentence in self._chronicle.wait(self._awaited, now):
+                    say(sentence)
             # Reports of a crowd are read together: a wake-up costs more than ten of them.
             self._ended.wait(min(len(self._listener.guests) * _NAP, 0.014))
         self._listener.close()
@@ -251,7 +335,8 @@ class Rendezvous:
             cursor = 0 if term else end
         at = min(max(cursor, self._oldest), end)
         file = None if self._roll is None else self._roll.end
-        self._tell([guest], term=self._term, at=at, pace=self._pace(), file=file)
+        known = {"pace": self._pace(), "awaited": self._awaited, "file": file}
+        self._tell([guest], term=self._term, at=at, **known)
         for text in [*self._said][at - self._oldest :]:
             self._tell([guest], entry=text)
 
@@ -266,11 +351,13 @@ class Rendezvous:
                 if other.note["in"] == asked["in"]:
                     self._meet(other, other.note)
 
-    def _say(self, entry: Entry) -> None:
+    def _say(self, entry: Entry, now: float) -> None:
         decided = entry.record if isinstance(entry, Verdict) else entry
         if isinstance(decided, Round | Ended) and self._roll is not None:
             self._roll.append(decided, self._known.values)
-        _log.info("%s", entry)
+        _log.debug("%s", entry)
+        for sentence in self._chronicle.tell(entry, now):
+            say(sentence)
         self._oldest += len(self._said) == KEPT
         self._said.append(in_words(entry))
         self._tell(self._listener.guests, entry=self._said[-1])
@@ -402,6 +489,8 @@ class Line:
 
     Attributes:
         trouble: why the rendezvous is not there, or does not listen; empty if it does.
+        strange: whether it will not listen to this worker, however often it calls.
+        awaited: for whom workers wait, as the rendezvous has said last; empty if none does.
 
     Raises:
         ValueError: the file is not a roll.
@@ -426,7 +515,8 @@ class Line:
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._woken.setblocking(False)
-        self.trouble = f"nobody answers at {host}:{port}"
+        self.trouble, self.strange = f"nobody answers at {host}:{port}", False
+        self.awaited = ""
         self._thread = threading.Thread(target=self._work, name="elastic", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -490,6 +580,7 @@ class Line:
             except (OSError, RuntimeError, ValueError) as error:
                 where = f"{self.host}:{self.port}"
                 self.trouble = str(error) if where in str(error) else f"{where}: {error}"
+                self.strange = isinstance(error, StrangerError)
                 self._closed.wait(1.0 if isinstance(error, HandshakeError) else 0.2)
         for each in (self._waker, self._woken):
             each.close()
@@ -508,8 +599,7 @@ class Line:
                 raise ConnectionError(self.trouble) from error
             # Another process of this machine may be quicker. Then this one fails, and connects.
             self._serving = Rendezvous(self.port, self._secret, self._roll)
-            _log.log(
-                logging.WARNING if self._term else logging.INFO,
+            (_log.warning if self._term else say)(
                 "Nobody answers at %s:%d, so this worker serves the rendezvous, and %s. "
                 "lightning-gc rendezvous takes its port over at any time.",
                 *(self.host, self.port),
@@ -560,8 +650,15 @@ class Line:
         """
         link.send(json.dumps({"term": self._term, "cursor": self._cursor}).encode())
         match json.loads(link.receive()):
-            case {"term": str(term), "at": int(at), "pace": float(pace), "file": file}:
-                self._term, self._cursor, self._pace, self.trouble = term, at, pace, ""
+            case {
+                "term": str(term),
+                "at": int(at),
+                "pace": float(pace),
+                "awaited": str(awaited),
+                "file": file,
+            }:
+                self._term, self._cursor, self._pace = term, at, pace
+                self.trouble, self.awaited = "", awaited
             case other:
                 raise ValueError(f"{str(other)[:60]} is not an answer of a rendezvous")
         match file:
@@ -577,8 +674,8 @@ class Line:
     def _take(self, message: Any) -> None:
         """Take a message of the rendezvous."""
         match message:
-            case {"pace": float(pace)}:
-                self._pace = pace
+            case {"pace": float(pace), "awaited": str(awaited)}:
+                self._pace, self.awaited = pace, awaited
             case {"trouble": str(why)}:
                 self.trouble = why
             case {"entry": str(text)}:

@@ -13,7 +13,7 @@ import json
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -78,7 +78,7 @@ class Report:
         entrance: how it came in last.
         inherited: pairs of a round, and the number of a leaver whose error it has added to its own
             before that round. The latest ones only.
-        settings: digest of what must be equal on all workers.
+        settings: name -> text of what must be equal on all workers.
         min_workers, grace, timeout: as for ``Elastic``.
     """
 
@@ -101,7 +101,7 @@ class Report:
     address: str = ""
     entrance: Entrance | None = None
     inherited: tuple[tuple[int, int], ...] = ()
-    settings: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
     min_workers: int = 2
     grace: float = 5.0
     timeout: float = 30.0
@@ -119,7 +119,8 @@ class Report:
             "request": WHOLE,
             "round": WHOLE,
             "attempt": WHOLE,
-            **dict.fromkeys(("mark", "digest", "last", "address", "settings"), TEXT),
+            **dict.fromkeys(("mark", "digest", "last", "address"), TEXT),
+            "settings": Each(TEXT),
             **dict.fromkeys(("norm", "grace", "timeout"), NUMBER),
             "members": Listed(WHOLE),
             "inherited": Listed(Pair(WHOLE, WHOLE)),
@@ -357,10 +358,11 @@ def _begins_a_line(tail: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Numbered:
-    """A process gets the number of a worker."""
+    """A process, which serves snapshots at ``address``, gets the number of a worker."""
 
     token: str
     number: int
+    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -384,21 +386,26 @@ class Founded:
 
 @dataclass(frozen=True)
 class Begun:
-    """All founders have the snapshot."""
+    """All founders have the snapshot. The run has this number of workers."""
 
     run: str
     tokens: tuple[str, ...]
+    workers: int = 0
 
 
 @dataclass(frozen=True)
 class Enter:
-    """A worker takes a member's snapshot and goes on from there; its own steps are dropped."""
+    """A worker takes a member's snapshot and continues from there; its own steps are dropped.
+
+    The run then has this number of workers.
+    """
 
     token: str
     request: int
     run: str
     donor: int
     address: str
+    workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -463,6 +470,7 @@ class Do:
         group: name of the process group.
         record: of the committed round.
         why: of a repetition or a refusal.
+        workers: number of workers of the run that it begins with.
     """
 
     what: Literal["number", "fetch", "fetched", "begin", "run", "commit", "repeat", "refused"]
@@ -471,6 +479,7 @@ class Do:
     group: str = ""
     record: Round | None = None
     why: str = ""
+    workers: int = 0
 
 
 class Member:
@@ -513,9 +522,10 @@ class Member:
                 return self._fetch(entry.run, entry.number, entry.address, founding=True)
             case Begun(run) if run == me.run and me.phase == "ready":
                 self._say(phase="training")
-                return Do("begin")
+                return Do("begin", workers=entry.workers)
             case Enter() if (entry.token, entry.request) == (me.token, me.request):
-                return self._fetch(entry.run, entry.donor, entry.address, founding=False)
+                fetch = self._fetch(entry.run, entry.donor, entry.address, founding=False)
+                return replace(fetch, workers=entry.workers)
             case Called() if self._is_mine(entry) and me.phase == "asking":
                 if me.number not in entry.members:
                     return None
@@ -601,11 +611,25 @@ class _Heard:
     at: float
 
 
-_OTHER_SETTINGS = (
-    "it has other settings than the run: compressor, memory, scheme, rounds, outer step, seed, "
-    "number of processes, shapes of parameters, or version of torch or of lightning_gc. Give all "
-    "workers the same ones"
-)
+_NAMED = 3
+"""Most settings that a refusal names."""
+
+
+def differing(own: Mapping[str, str], others: Mapping[str, str]) -> str:
+    """Return which settings of a worker are not those of the run, as a clause.
+
+    Example:
+        >>> differing({"every": "8"}, {"every": "16"})
+        'every is 8 here, and 16 in the run. Give all workers the same settings'
+    """
+    names = [n for n in {**own, **others} if own.get(n) != others.get(n)]
+    said = [
+        f"{name} is {own.get(name, 'not known')} here, and {others.get(name, 'not known')} in the "
+        f"run"
+        for name in names[:_NAMED]
+    ]
+    more = f", and {len(names) - _NAMED} more differ" if len(names) > _NAMED else ""
+    return f"{'; '.join(said)}{more}. Give all workers the same settings"
 
 
 class Keeper:
@@ -716,6 +740,25 @@ class Keeper:
         said += self._judge(now) if self._called is not None else self._call(now)
         return [*said, *self._let_in(now)]
 
+    def awaited(self, now: float) -> str:
+        """Return for whom workers wait, in words; empty if none waits."""
+        if not self.run:
+            coming = self._coming(now)
+            return _more(len(coming), coming[0].min_workers) + _unlike(coming) if coming else ""
+        members = self._members(now)
+        if self._founders:
+            late = [r for r in self._coming(now) if r.token in self._founders and not r.run]
+            return f"{_workers(late)} to take the snapshot" if late else ""
+        if self._called is not None:
+            late = [r for r in members if r.phase == "running"]
+            return f"{_workers(late)} to exchange in round {self.round}" if late else ""
+        asking = [r for r in members if r.phase == "asking"]
+        if not asking:
+            return ""
+        late = [r for r in members if r not in asking]
+        few = _more(len(members), asking[0].min_workers)
+        return few or (f"{_workers(late)} to end round {self.round}" if late else "")
+
     def _living(self, now: float, silence: float = math.inf) -> list[Report]:
         return [
             each.report
@@ -753,7 +796,7 @@ class Keeper:
             heard = self._heard[report.token]
             heard.report = replace(report, number=number)
             living = [heard.report if r is report else r for r in living]
-            yield Numbered(report.token, number)
+            yield Numbered(report.token, number, report.address)
 
     def _resume(self, now: float) -> None:
         """Go on with a run that members report, if there is one."""
@@ -782,18 +825,24 @@ class Keeper:
             self.round = last.round
             self._called = Called(self.run, last.round, last.attempt, last.members, "")
 
-    def _found(self, now: float) -> Iterator[Entry]:
-        """Begin a run when enough workers have come, and nobody else for a while."""
+    def _coming(self, now: float) -> list[Report]:
+        """Return who waits for a run to begin."""
         outside = ("entering", "ready")
         coming = [r for r in self._living(now) if r.phase in outside and r.number is not None]
-        coming = [r for r in coming if not r.sought]
+        return [r for r in coming if not r.sought]
+
+    def _found(self, now: float) -> Iterator[Entry]:
+        """Begin a run when enough workers have come, and nobody else for a while."""
+        coming = self._coming(now)
         if not coming or len(coming) < coming[0].min_workers:
             self._since = math.nan
             return
-        first = max(coming, key=lambda r: (r.round, -_number(r)))
+        alike = Counter(_settings(r) for r in coming)
+        first = max(coming, key=lambda r: (r.round, alike[_settings(r)], -_number(r)))
         refused = [r for r in coming if r.settings != first.settings]
         if refused:
-            yield from self._refuse(refused)
+            for report in refused:
+                yield self._refuse(report, differing(report.settings, first.settings))
             return
         if math.isnan(self._since):
             self._since = now
@@ -818,7 +867,7 @@ class Keeper:
         elif all((r.run, r.phase) == (self.run, "ready") for r in here):
             self._founders = ()
             self._begun |= {r.token for r in here}
-            yield Begun(self.run, tuple(r.token for r in here))
+            yield Begun(self.run, tuple(r.token for r in here), len(here))
 
     def _let_in(self, now: float) -> Iterator[Entry]:
         """Send those that need a snapshot to the lowest member."""
@@ -838,16 +887,18 @@ class Keeper:
         for report in members:
             if report.phase == "ready" and report.token not in self._begun:
                 self._begun.add(report.token)
-                yield Begun(self.run, (report.token,))
+                yield Begun(self.run, (report.token,), len(members))
         for report in late:
             if self._told.get(report.token, 0) > report.request:
                 continue
             self._told[report.token] = report.request + 1
             if report.settings != donor.settings:
-                yield from self._refuse([report])
+                yield self._refuse(report, differing(report.settings, donor.settings))
             else:
                 self._sent[report.token] = self._sent.get(report.token, 0) + 1
-                yield Enter(report.token, report.request, self.run, _number(donor), donor.address)
+                size = len({report.token, *(r.token for r in members)})
+                parts = (self.run, _number(donor), donor.address, size)
+                yield Enter(report.token, report.request, *parts)
 
     def _keeps_up(self, member: Report) -> bool:
         """Return whether a member is in this round, or has yet to read how its last one ended."""
@@ -876,19 +927,18 @@ class Keeper:
                     f"the run has ended without it{after}; this worker was in round "
                     f"{report.round}. Use the weights of another worker"
                 )
-                yield from self._refuse([report], why)
+                yield self._refuse(report, why)
             elif self.run:
                 why = (
                     f"its run has ended{after}, and another one has begun. Start this worker again "
                     f"to take part in that one"
                 )
-                yield from self._refuse([report], why)
+                yield self._refuse(report, why)
 
-    def _refuse(self, reports: Sequence[Report], why: str = _OTHER_SETTINGS) -> Iterator[Entry]:
-        for report in reports:
-            self._refused.add(report.token)
-            self._heard.pop(report.token)
-            yield Refused(report.token, why)
+    def _refuse(self, report: Report, why: str) -> Refused:
+        self._refused.add(report.token)
+        self._heard.pop(report.token)
+        return Refused(report.token, why)
 
     def _is_current(self, report: Report, mark: str) -> bool:
         """Return whether a worker has the common weights, of this mark, of this round."""
@@ -1018,6 +1068,45 @@ class Keeper:
         self.attempt = called.attempt + 1 if attempt is None else attempt
         self._since = math.nan
         yield Verdict(self.run, called.round, called.attempt, None, why)
+
+
+def _more(here: int, wanted: int) -> str:
+    """Return how many workers are missing, in words; empty if none is."""
+    missing = wanted - here
+    plural = "s" if missing > 1 else ""
+    return f"{missing} more worker{plural} ({here} of {wanted})" if missing > 0 else ""
+
+
+def _settings(report: Report) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(report.settings.items()))
+
+
+def _unlike(reports: Sequence[Report]) -> str:
+    """Return which settings are not the same for all, as a clause; empty if all are."""
+    names = sorted(
+        {
+            name
+            for name, _ in set.union(*map(set, map(_settings, reports)))
+            if len({r.settings.get(name) for r in reports}) > 1
+        }
+    )
+    return f", and {_workers(reports)} differ in {', '.join(names[:_NAMED])}" if names else ""
+
+
+def _workers(reports: Sequence[Report]) -> str:
+    """Return numbers of workers, in words."""
+    return workers_in_words(sorted(r.number for r in reports if r.number is not None))
+
+
+def workers_in_words(numbers: Sequence[int]) -> str:
+    """Return numbers of workers, in words.
+
+    Example:
+        >>> workers_in_words([0, 2])
+        'workers 0, 2'
+    """
+    plural = "s" if len(numbers) > 1 else ""
+    return f"worker{plural} {', '.join(map(str, numbers))}"
 
 
 def _number(report: Report) -> int:

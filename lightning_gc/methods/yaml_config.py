@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-import lightning_gc
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Space
@@ -150,9 +149,15 @@ def _refuse_misspelt(value: Any) -> None:
             _refuse_misspelt(each)
     elif isinstance(value, str) and value.startswith("lightning_gc."):
         name = value.removeprefix("lightning_gc.")
-        if name.isidentifier() and not hasattr(lightning_gc, name):
-            meant = did_you_mean(name, lightning_gc.__all__)
+        package = _package()
+        if name.isidentifier() and not hasattr(package, name):
+            meant = did_you_mean(name, package.__all__)
             raise ValueError(f"{value} does not exist{meant}. lightning-gc list prints all names.")
+
+
+def _package() -> Any:
+    # The package imports all others for type checkers, so an import at the top would be a cycle.
+    return importlib.import_module(__name__.partition(".")[0])
 
 
 def mapping(key: str, given: Any, example: str, more: str = "") -> dict[str, Any]:
@@ -274,14 +279,11 @@ def editor_schema(modules: Sequence[str] = ()) -> dict[str, Any]:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser()
-    strategies = (
-        lightning_gc.CompressedDDPStrategy,
-        lightning_gc.CompressedFSDPStrategy,
-        lightning_gc.CompressedHSDPStrategy,
-        lightning_gc.LocalStepsStrategy,
-        lightning_gc.SimulatedDDPStrategy,
-        lightning_gc.SimulatedLocalStepsStrategy,
+    names = (
+        *("CompressedDDPStrategy", "CompressedFSDPStrategy", "CompressedHSDPStrategy"),
+        *("LocalStepsStrategy", "SimulatedDDPStrategy", "SimulatedLocalStepsStrategy"),
     )
+    strategies = [getattr(_package(), name) for name in names]
     for strategy in strategies:
         parser.add_subclass_arguments(strategy, strategy.__name__)
     try:

@@ -10,13 +10,13 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gc.engine import Engine
 from lightning_gc.engine.error_buffers import Made
 from lightning_gc.exchange.workers import Configuration, Workers
+from lightning_gc.transports.distributed import own_group
 
 
 class ShardedWorkers(Workers):
@@ -211,9 +211,3 @@ def replica_mesh(
     of_each = (mesh.flatten(1).t(), mesh.flatten(1), mesh.view(-1, 1))
     groups = [own_group(rows.tolist(), timeout) for rows in of_each]
     return DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=NAMES)
-
-
-def own_group(every: Sequence[Sequence[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Return this rank's one of disjoint groups of all ranks."""
-    made = [dist.new_group(list(ranks), timeout=timeout) for ranks in every]
-    return next(group for group in made if isinstance(group, dist.ProcessGroup))

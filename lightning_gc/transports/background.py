@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_gc.core import Flow
 from lightning_gc.transports.accounting import Recording
+from lightning_gc.transports.peer_error import awaiting_peers
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +92,9 @@ class Background:
         if self._thread is None:
             return True
         self._jobs.put(None)
-        self._thread.join(timeout=1.0 if self.error else 30.0)
+        who = self.transport.worker, self.transport.workers
+        with awaiting_peers("finish the last exchange", *who):
+            self._thread.join(timeout=1.0 if self.error else 30.0)
         return not self._thread.is_alive()
 
     def _work(self) -> None:

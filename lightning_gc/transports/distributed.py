@@ -3,6 +3,8 @@
 import atexit
 import time
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,6 @@ from torch import Tensor
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, MeanShard, Payload, Reply, Request
 from lightning_gc.core.message import FORMAT, Message, as_bytes, joined
-from lightning_gc.core.notices import waiting
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Transport,
@@ -25,6 +26,7 @@ from lightning_gc.transports.base import (
 from lightning_gc.transports.p2p import PIECE, swap, swap_of_unknown_lengths
 from lightning_gc.transports.peer_error import (
     MessageError,
+    awaiting_peers,
     explained,
     is_from_backend,
     naming_peers,
@@ -274,15 +276,46 @@ MAX_TEXT = 1 << 24
 """Maximal bytes of a text sent between workers."""
 
 
-def gather_text(text: str, transport: Transport, device: torch.device) -> list[str]:
-    """Return every worker's text, in worker order, without pickle."""
-    with waiting("Waiting for other workers to start"):
+def own_group(
+    every: Sequence[Sequence[int]], timeout: timedelta | None, **options: Any
+) -> dist.ProcessGroup:
+    """Make groups; return this rank's one.
+
+    Args:
+        every: the ranks of each; disjoint, and this rank is in one.
+        timeout: of all collectives in the groups; None: torch's default.
+        options: of ``torch.distributed.new_group``.
+
+    Communication pattern:
+        All ranks make all groups, in the same order.
+    """
+    ranks = sorted(rank for row in every for rank in row)
+    with awaiting_peers("start", ranks.index(dist.get_rank()), len(ranks)):
+        made = [dist.new_group(list(row), timeout=timeout, **options) for row in every]
+    return next(group for group in made if isinstance(group, dist.ProcessGroup))
+
+
+def gather_text(
+    text: str, transport: Transport, device: torch.device, until: str = "start"
+) -> list[str]:
+    """Return every worker's text, in worker order, without pickle.
+
+    Args:
+        text: this worker's.
+        transport: to the other workers.
+        device: one that it can send from.
+        until: what the others have yet to do before they send, for ``awaiting_peers``.
+    """
+    with awaiting_peers(until, transport.worker, transport.workers):
         texts = transport.fulfil(Gather((_encoded(text, device),), (MAX_TEXT,)))
     return [_decoded(payload[0]) for payload in texts]
 
 
 def broadcast_text(
-    text: str | None, device: torch.device, group: dist.ProcessGroup | None = None
+    text: str | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    purpose: str = "a controller's decision",
 ) -> str:
     """Return worker 0's text on all workers of the group, without pickle.
 
@@ -290,6 +323,7 @@ def broadcast_text(
         text: worker 0's; ignored on the others.
         device: one that the group's backend can send from: a GPU with NCCL.
         group: of the workers; None is the default group.
+        purpose: what is communicated, for error messages.
 
     Communication pattern:
         Two broadcasts: the length in bytes, as int64, and the text in UTF-8.
@@ -303,7 +337,7 @@ def broadcast_text(
     own, worker = _encoded(text or "", device), dist.get_rank(group)
     source = 0 if group is None else dist.get_process_group_ranks(group)[0]
     announced = torch.tensor([own.numel()], dtype=torch.int64, device=device)
-    with naming_peers("broadcast", "a controller's decision", worker, dist.get_world_size(group)):
+    with naming_peers("broadcast", purpose, worker, dist.get_world_size(group)):
         dist.broadcast(announced, src=source, group=group)
         length = int(announced)
         if not 0 <= length <= MAX_TEXT:

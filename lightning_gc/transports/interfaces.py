@@ -54,7 +54,7 @@ class Way:
         )
         if self.interface is None:
             return f"{wrong} {how_to_name(None)}"
-        return f"{wrong} Gloo uses {self.interface} ({self.own}), which leads to worker 0."
+        return f"{wrong} Gloo uses {self.interface} ({self.own}), which they can reach."
 
 
 def how_to_name(interface: str | None) -> str:

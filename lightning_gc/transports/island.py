@@ -15,6 +15,7 @@ from lightning_gc.core import Exchange, Mean, Payload, Reply, Request
 from lightning_gc.core.digest import check_same, digest
 from lightning_gc.core.message import Message, as_bytes
 from lightning_gc.transports.base import Transport
+from lightning_gc.transports.distributed import own_group
 from lightning_gc.transports.peer_error import PeerError, is_from_backend
 
 _DONE, _PEER, _VALUE, _END = range(4)
@@ -78,8 +79,7 @@ class Island:
             longest: time of an act of rank 0; None: torch's default timeout.
             timeout: as for the class.
         """
-        made = [dist.new_group(list(ranks), timeout=longest, backend="gloo") for ranks in islands]
-        return cls(next(each for each in made if isinstance(each, dist.ProcessGroup)), timeout)
+        return cls(own_group(islands, longest, backend="gloo"), timeout)
 
     @property
     def leads(self) -> bool:

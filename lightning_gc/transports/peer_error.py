@@ -1,11 +1,13 @@
-"""Raise PeerError if a collective fails because of another worker; name peers and likely causes."""
+"""Name the peers in errors and lines: PeerError if another worker makes a collective fail."""
 
 import contextlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
+from lightning_gc.core.notices import waiting
 from lightning_gc.transports import interfaces
 
 _SIGNS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
@@ -95,3 +97,19 @@ def naming_peers(operation: str, during: str, worker: int, workers: int) -> Iter
         if workers == 1 or not is_from_backend(error):
             raise
         raise explained(error, operation, during, worker, workers, since) from error
+
+
+def awaiting_peers(until: str, worker: int, workers: int) -> AbstractContextManager[None]:
+    """Say whom this worker waits for, if the body takes long; see ``waiting``.
+
+    It starts a thread, so it is for what happens once in a fit, an epoch or a save.
+
+    Args:
+        until: what the others have yet to do, such as ``"start"``.
+        worker: this worker's index.
+        workers: W.
+    """
+    if workers == 1:
+        return contextlib.nullcontext()
+    others = f"worker {1 - worker}" if workers == 2 else f"the {workers - 1} other workers"
+    return waiting(f"Waiting for {others} to {until}")

@@ -16,6 +16,7 @@ import rich.progress
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
+from lightning_gc.core import notices
 from lightning_gc.methods.method import DENSE, Method
 from lightning_gc.tuning import failure_detector
 from lightning_gc.tuning.experiment import Experiment
@@ -169,9 +170,6 @@ def tune(
     Returns:
         ``{name of the method: its study}``.
 
-    Warns:
-        UserWarning: an earlier version made a study and did not store all its rules.
-
     Raises:
         ValueError: methods that cannot be compared, or a study under other rules.
         StorageError: the storage cannot be used.
@@ -183,14 +181,24 @@ def tune(
     # All of them before the first trial, which may take a day.
     studies = {method.name: open_study(experiment, method, storage) for method in wanted}
     detector = FailureDetector()
+    idle, due = time.monotonic(), notices.FIRST  # since when; after how many seconds to say so
     with interrupt_check() as check:
 
         def run(events: Iterator[Event]) -> None:
+            nonlocal idle, due
             check()
             for event in events:
                 now = workload(experiment, wanted, studies, finals)
                 show(replace(event, workload=now))
                 check()
+                idle, due = time.monotonic(), notices.FIRST
+
+        def pause(what: str) -> None:
+            nonlocal due
+            time.sleep(_PAUSE)
+            if (passed := time.monotonic() - idle) > due:
+                notices.say("Waiting for other processes to end %s (%.0f s so far).", what, passed)
+                due = passed + notices.AGAIN
 
         planned = workload(experiment, wanted, studies, finals)
         show(Event("", "plan", 0, str(planned), planned))
@@ -200,13 +208,13 @@ def tune(
             study = studies[method.name]
             # If other processes die during the last trials, this one repeats them.
             while failure_detector.running(study):
-                time.sleep(_PAUSE)
+                pause(f"trials of {study.study_name}")
                 run(_run_study(experiment, method, study, detector))
             while finals:
                 run(_run_finals(experiment, method, study, studies[DENSE], detector))
                 if not finals_running(experiment, method, study, studies[DENSE]):
                     break
-                time.sleep(_PAUSE)
+                pause(f"final runs of {study.study_name}")
     return studies
 
 

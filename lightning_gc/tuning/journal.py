@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy
 import sqlalchemy.exc
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
@@ -21,6 +22,8 @@ from optuna.storages.journal import (
     JournalFileOpenLock,
     JournalFileSymlinkLock,
 )
+
+from lightning_gc.core.notices import waiting
 
 BEGINNING = b'{"op_code":'
 """The beginning of every line, by Optuna or by us."""
@@ -142,7 +145,8 @@ class Journal(BaseJournalBackend):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        self._lock.acquire()
+        with waiting(f"Waiting for {self.path}, which another process has locked"):
+            self._lock.acquire()
         try:
             yield
         finally:
@@ -191,7 +195,13 @@ def open_storage(where: str | Path | BaseStorage) -> BaseStorage:
         return where
     url, address = "://" in str(where), without_password(where)
     try:
-        return _database(str(where)) if url else _journal(Path(where))
+        if not url:
+            return _journal(Path(where))
+        line = f"Waiting for the database {address}"
+        with waiting(line):
+            database = _database(str(where))
+        _announce(database.engine, line)
+        return database
     except StorageError:
         raise
     except ModuleNotFoundError as error:
@@ -222,6 +232,22 @@ def _database(url: str) -> RDBStorage:
                 raise
             time.sleep(0.5)  # another process is creating them
     return RDBStorage(url)
+
+
+def _announce(engine: sqlalchemy.Engine, line: str) -> None:
+    """Say ``line`` if a connection or a statement takes long, as where others hold a lock."""
+
+    def connect(dialect: Any, _: Any, args: Any, options: Any) -> Any:
+        with waiting(line):
+            return dialect.connect(*args, **options)
+
+    def execute(cursor: Any, statement: str, parameters: Any, context: Any) -> bool:
+        with waiting(line):
+            context.dialect.do_execute(cursor, statement, parameters, context)
+        return True  # it is done
+
+    sqlalchemy.event.listen(engine, "do_connect", connect)
+    sqlalchemy.event.listen(engine, "do_execute", execute)
 
 
 def _journal(path: Path) -> JournalStorage:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,8 +12,7 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
-from lightning_gc.core.registry import given_fields, path_of, public_name
+from lightning_gc.core.registry import given_fields, path_of
 from lightning_gc.methods.method import Method
 from lightning_gc.methods.parameter_space import as_json
 from lightning_gc.tuning.experiment import Experiment
@@ -27,9 +25,6 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
 
     Raises:
         ValueError: the study exists with other rules.
-
-    Warns:
-        UserWarning: an earlier version made the study and did not store all rules.
     """
     name, pareto = experiment.study_name(method), experiment.objective == "pareto"
     minimize, maximize = StudyDirection.MINIMIZE, StudyDirection.MAXIMIZE
@@ -46,7 +41,7 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
     )
     known = study.user_attrs.get(RULES)
     if known is not None or study.get_trials(deepcopy=False):
-        rules = agreed(name, known, rules)
+        check_rules(name, known, rules)
     if known != rules:
         study.set_user_attr(RULES, rules)
     return study
@@ -101,8 +96,6 @@ def best_trial(study: optuna.Study) -> FrozenTrial | None:
     return best(done, key=lambda trial: trial.values[0])
 
 
-# Stored by the first versions already; a study without these is not ours.
-_FIRST = ("metric", "mode", "objective", "compressor", "fixed", "space", "budget", "workers")
 # Arguments of the Trainer that only affect output.
 _SHOWN = ("logger", "default_root_dir", "enable_progress_bar", "enable_model_summary")
 
@@ -146,38 +139,21 @@ def rules_of(experiment: Experiment, method: Method) -> dict[str, Any]:
     return plain
 
 
-def agreed(study: str, known: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rules of an existing study, which must equal the requested ones.
+def check_rules(study: str, known: Any, asked: Mapping[str, Any]) -> None:
+    """Raise ValueError unless an existing study has the requested rules.
 
-    Seeds of final runs may be added. Rules missing in studies of older versions are assumed
-    unchanged.
+    Seeds of final runs may be added.
 
     Args:
         study: its name.
         known: its stored rules.
         asked: the requested rules, as ``rules_of`` returns them.
-
-    Raises:
-        ValueError: the study has other rules.
-
-    Warns:
-        UserWarning: some of its rules were not stored.
     """
     known = dict(known) if isinstance(known, dict) else {}
-    if "compressor" in known:  # rules of old studies name the compressor's file as well
-        known["compressor"] = public_name(str(known["compressor"]))
-    if isinstance(memory := known.get("memory"), dict) and "class_path" in memory:
-        known["memory"] = memory | {"class_path": public_name(str(memory["class_path"]))}
-    if "every_tensor" in known:
-        known["min_numel"] = 0 if known.pop("every_tensor") else MIN_NUMEL
-    if known and asked["bytes_counted"]:  # the first versions knew no others
-        known.setdefault("bytes_counted", "wire_bytes")
-    unknown = [name for name in asked if name not in known and name not in _FIRST]
     seeds = known.get("seeds")
     if isinstance(seeds, list) and all(seed in asked["seeds"] for seed in seeds):
         known["seeds"] = asked["seeds"]
-    old = dict(_leaves(known | {name: asked[name] for name in unknown}))
-    new = dict(_leaves(asked))
+    old, new = dict(_leaves(known)), dict(_leaves(asked))
     other = [path for path in old | new if old.get(path) != new.get(path)]
     if other:
         raise ValueError(
@@ -185,14 +161,6 @@ def agreed(study: str, known: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
             f"{_said(other, new)}, so trials would not compare. Change the settings back, or give "
             f"the experiment another name or storage."
         )
-    if unknown:
-        warnings.warn(
-            f"The study {study!r} was made by an earlier version, which did not store "
-            f"{', '.join(unknown)}. They are assumed unchanged. If one has changed, give the "
-            f"experiment another name or storage.",
-            stacklevel=2,
-        )
-    return dict(asked)
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,12 @@ from typing import Any
 
 import optuna
 
-import lightning_gc
+from lightning_gc.flavours import public_class
+from lightning_gc.lightning.ddp import CompressedDDP
+from lightning_gc.lightning.local_steps import LocalSteps
+from lightning_gc.lightning.monitor import Monitor
+from lightning_gc.lightning.simulation.ddp import SimulatedDDP
+from lightning_gc.lightning.simulation.local_steps import SimulatedLocalSteps
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
 from lightning_gc.tuning.early_stopping import TOTAL, BestTracker, look_up
@@ -55,11 +60,9 @@ def fit(
         "seed": seed,
     }
     rounds = method.suggest_rounds(trial)
-    real: Any = lightning_gc.CompressedDDPStrategy
-    simulated: Any = lightning_gc.SimulatedDDPStrategy
+    real, simulated = public_class(CompressedDDP), public_class(SimulatedDDP)
     if rounds is not None:
-        real = lightning_gc.LocalStepsStrategy
-        simulated = lightning_gc.SimulatedLocalStepsStrategy
+        real, simulated = public_class(LocalSteps), public_class(SimulatedLocalSteps)
         parts |= vars(rounds)
     if experiment.devices > 1:
         strategy = real(compressor, start_method="spawn", **parts)
@@ -79,7 +82,7 @@ def fit(
         strategy=strategy,
         devices=experiment.devices,
         enable_checkpointing=False,
-        callbacks=[*callbacks, lightning_gc.CompressionMonitor(), ours],
+        callbacks=[*callbacks, public_class(Monitor)(), ours],
     )
     _train(trainer, ours, model, data)
     if not final or experiment.test_metric is None:

@@ -21,6 +21,7 @@ import optuna
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
+from lightning_gc.core.notices import waiting
 from lightning_gc.methods.method import Method
 from lightning_gc.tuning.early_stopping import EarlyStopping, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
@@ -173,7 +174,8 @@ def fit_in_subprocess(
         try:
             number = 0
             while True:
-                message = _receive(process, folder, number, experiment.timeout)
+                with waiting(f"Waiting for a run in {experiment.devices} processes to report"):
+                    message = _receive(process, folder, number, experiment.timeout)
                 if "error" in message:
                     raise SubprocessError(message["error"])
                 if "result" in message:

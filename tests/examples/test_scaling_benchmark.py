@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scaling
 import scaling_plot
 
-from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange, last_that_pays
+from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange
 from lightning_gc.advice.traces import Asked, Pattern, Trace, pattern, sent, trace
 
 SHAPES = {"weight": (64, 96), "bias": (96,)}
@@ -85,12 +85,6 @@ def test_seconds_on_a_link() -> None:
     assert communication(ragged, link) == pytest.approx(4 * (100e-6 + 1016 * 8e-9))
     ahead = Trace(5, (Asked("Gather", 1000, lengths=16),), ())
     assert communication(ahead, link) == pytest.approx(8 * 100e-6 + 4 * 1016 * 8e-9)
-
-
-def test_where_it_stops_paying() -> None:
-    assert last_that_pays(lambda workers: workers < 100, 1024) == 99
-    assert last_that_pays(lambda workers: True, 1024) == 1024
-    assert last_that_pays(lambda workers: False, 1024) == 0
 
 
 def test_nothing_becomes_negative() -> None:

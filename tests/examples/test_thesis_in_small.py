@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 
 import thesis

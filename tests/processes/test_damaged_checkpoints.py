@@ -17,8 +17,6 @@ from tests.support.damage import (
     MALFORMED,
     NAME,
     SLIGHT,
-    as_format_1,
-    as_format_2,
     edit,
     files_of,
     flip,
@@ -103,7 +101,7 @@ def by_day(edits: Any, some: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", by_day(MALFORMED, SOME))
 def test_malformed_content_is_refused(path: Path, name: str) -> None:
-    """With the checksum of before, with its own, and from versions that knew none."""
+    """With the checksum of before, and with its own."""
     file = files_of(path)[1]
     before = file.read_bytes()
     edit(file, MALFORMED[name])
@@ -111,11 +109,6 @@ def test_malformed_content_is_refused(path: Path, name: str) -> None:
     file.write_bytes(before)
     without_record(path)
     edit(file, MALFORMED[name], anew=True)
-    assert_refused(path, file)
-    file.write_bytes(before)
-    as_format_1(path)
-    file = files_of(path)[1]
-    edit(file, MALFORMED[name])
     assert_refused(path, file)
 
 
@@ -197,56 +190,28 @@ def test_the_checkpoint_before_is_named(saved: Path, path: Path) -> None:
     assert " resume from " not in outcome(path)[1]
 
 
-def loop_of(main: Any) -> Any:
-    """Return the control loop's state; its name was another in formats 1 and 2."""
-    return main["controller" if "controller" in main else "turn"]
-
-
 BROKEN_MAIN: dict[str, Any] = {
     "no step": lambda main: main.pop("step"),
     "a stem elsewhere": lambda main: main.update(stem="../" + main["stem"]),
-    "no controller": lambda main: main.pop("controller" if "controller" in main else "turn"),
-    "a decision without a level": lambda main: loop_of(main)["decision"].pop("level"),
-    "a negative level": lambda main: loop_of(main)["decision"].update(level=-1.0),
-    "a level that no knob has": lambda main: loop_of(main).update(levels=[1e300, {}]),
-    "levels of no parameter": lambda main: loop_of(main).update(levels=[2, {"w": "much"}]),
+    "no controller": lambda main: main.pop("controller"),
+    "a decision without a level": lambda main: main["controller"]["decision"].pop("level"),
+    "a negative level": lambda main: main["controller"]["decision"].update(level=-1.0),
+    "a level that no knob has": lambda main: main["controller"].update(levels=[1e300, {}]),
+    "levels of no parameter": lambda main: main["controller"].update(levels=[2, {"w": "much"}]),
     "a layout of numbers": lambda main: main.update(layout=[[1, 2]]),
     "no workers": lambda main: main.update(workers=0),
     "a mode of its own": lambda main: main.update(mode="some"),
     "a format to come": lambda main: main.update(format=99),
+    "a former format": lambda main: main.update(format=2),
     "nothing in it": dict.clear,
 }
 
 
 @pytest.mark.parametrize("name", by_day(BROKEN_MAIN, ("no step", "a level that no knob has")))
 def test_a_malformed_part_of_the_checkpoint_is_refused(path: Path, name: str) -> None:
-    """With its own checksum, and from versions that knew none."""
-    before = path.read_bytes()
+    """With its own checksum, too."""
     main_edited(path, BROKEN_MAIN[name])
     assert_refused(path, path)
-    path.write_bytes(before)
-    as_format_1(path)
-    main_edited(path, BROKEN_MAIN[name])
-    assert_refused(path, path)
-
-
-def test_a_checkpoint_of_before_checksums_is_restored(path: Path, whole: str) -> None:
-    """All of it; but a slight change in it cannot be told."""
-    as_format_1(path)
-    assert resume(path) == whole
-    edit(files_of(path)[0], SLIGHT["one error"])
-    assert outcome(path)[0] == "restored"
-
-
-@pytest.mark.parametrize("state", ["full", "mean"])
-def test_a_checkpoint_of_format_2_is_restored(tmp_path: Path, state: str) -> None:
-    """All of it, with the controller's state under its name of then; and checked."""
-    path = save(tmp_path, state=state)
-    now = [resume(path, workers=workers) for workers in (2, 3)]
-    as_format_2(path)
-    assert [resume(path, workers=workers) for workers in (2, 3)] == now
-    main_edited(path, lambda main: main["turn"].update(levels=[1e300, {}]))
-    assert_refused(path, path, "controller/levels|levels")
 
 
 def test_the_mean_in_a_checkpoint_is_checked(tmp_path: Path) -> None:

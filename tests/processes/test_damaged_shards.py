@@ -24,12 +24,10 @@ from tests.support.shard_damage import (
     copy,
     counted,
     damages,
-    files_of,
     of_fsdp,
     of_hsdp,
     save,
     tried,
-    within,
 )
 
 pytestmark = [pytest.mark.processes, needs_two]
@@ -83,48 +81,6 @@ def test_every_damage_is_refused_by_name(tmp_path: Path, name: str, capsys: Any)
         kinds = ", ".join(f"{kind} {how} {n}" for (kind, how), n in sorted(counts.items()))
         print(f"{name}: {counts.total()} damages: {kinds}")  # noqa: T201
     assert counts.total() >= 40
-
-
-OLD: dict[str, Any] = {
-    "the same mesh": (of_hsdp, of_hsdp),
-    "another mesh": (of_hsdp, partial(of_hsdp, 1)),
-    "from another mesh": (partial(of_hsdp, 1), of_hsdp),
-    "mean errors": (partial(of_hsdp, state="mean"),) * 2,
-    "narrow errors": (partial(of_hsdp, state_dtype="bfloat16"),) * 2,
-    "FSDP": (of_fsdp, of_fsdp),
-}
-
-
-def old_and_new(rank: int, folder: str, name: str, flips: int) -> tuple[bool, Swept]:
-    """Restore what all formats have saved of the same run; flip bits of the oldest one's errors."""
-    saving, restoring = OLD[name]
-    here = Path(folder) / name
-    outcomes = []
-    done = []
-    for form in (3, 2, 1):
-        saves = {"a": here / str(form) / "a.ckpt"}
-        save(rank, saving, here / str(form), form=form)
-        path = here / "restored" / "a.ckpt"
-        prepare = [partial(copy, saves["a"], path)]
-        if form == 1:
-            names = [n for n in files_of(saves["a"]) if "state/" in n and ".metadata" not in n]
-            names = [n for n in names if within(saves["a"], n).stat().st_size]
-            done = [Damage("flip", (n,), i) for n in names for i in range(flips)]
-            prepare += [partial(damage.do, path, saves) for damage in done]
-        outcomes.append(tried(rank, restoring, path, prepare, weights_only=True))
-    (new,), (before,), (oldest, *others) = outcomes
-    same = new == before == oldest and new[0] == "restored"
-    return same, counted(others, done, new[1])
-
-
-@pytest.mark.parametrize(
-    "name", [n if n == "another mesh" else pytest.param(n, marks=pytest.mark.nightly) for n in OLD]
-)
-def test_checkpoints_of_earlier_formats_are_restored_bit_for_bit(tmp_path: Path, name: str) -> None:
-    """As those of today; in format 1 tensors are checked by the sums that torch's format has."""
-    found = run_in_processes(old_and_new, RANKS, str(tmp_path), name, 4)
-    assert all(same for same, _ in found)
-    check([swept for _, swept in found])
 
 
 def without_record(saved: Path, path: Path) -> None:

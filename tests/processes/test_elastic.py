@@ -53,6 +53,12 @@ class Site:
             assert time.monotonic() < limit, f"{name} has not reached step {step}"
             time.sleep(0.005)
 
+    def until_said(self, name: str, words: str) -> None:
+        limit, log = time.monotonic() + LIMIT, self.folder / f"{name}.log"
+        while not log.exists() or words not in log.read_text():
+            assert time.monotonic() < limit, f"{name} has not said {words!r}"
+            time.sleep(0.05)
+
     def until_one_has_left(self) -> None:
         limit = time.monotonic() + LIMIT
         while not any(each.left for each in self.rounds()):
@@ -126,7 +132,8 @@ def test_strangers_take_no_part(tmp_path: Path) -> None:
     """Two live runs of one secret. One is played what was said in the other, and is flooded.
 
     1,500 strangers idle at its rendezvous and at the door from which a worker joins. A job with
-    another secret calls. The honest workers alone are counted, and end as their replay.
+    another secret and one with another H call, and learn at once why they are refused. The honest
+    workers alone are counted, and end as their replay.
     """
     sites = []
     for name in ("one", "other"):
@@ -149,15 +156,20 @@ def test_strangers_take_no_part(tmp_path: Path) -> None:
         for port in (site.server.port, *doors):
             for said in map(bytes, tap.said):
                 play(said, port)
-        terms = site.job.elastic | {"secret": "another", "patience": 5.0}
-        site.processes["stranger"] = start(replace(site.job, elastic=terms), "stranger")
+        terms = site.job.elastic | {"secret": "another", "patience": 1000.0}
+        strangers = {"stranger": start(replace(site.job, elastic=terms), "stranger")}
         site.start("c")
         site.until("c", 2)
+        strangers["unlike"] = start(replace(site.job, every=8), "unlike")
+        for stranger in strangers.values():
+            stranger.join(LIMIT)
         for name in ("a", "b", "c"):
             site.go_on(name)
         left = site.ended("a", "b", "c")
-    site.processes["stranger"].join(LIMIT)
-    assert f"{site.server.port} has another secret" in (site.folder / "stranger.out").read_text()
+    told = {name: (site.folder / f"{name}.out").read_text() for name in strangers}
+    assert f"{site.server.port} has another secret" in told["stranger"]
+    assert "every is 8 here, and 4 in the run" in told["unlike"]
+    assert "Joined as worker 2 of 3 at 127.0.0.1:" in (site.folder / "c.log").read_text()
     assert site.rounds().numbers == (0, 1, 2)
     assert_replayed(site, left)
     assert_replayed(other, other.ended("a", "b"))
@@ -251,6 +263,16 @@ def test_a_worker_without_others_says_so(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"waited 5 s for other workers, with min_workers=2"):
         train(job, "a")
     site.close()
+
+
+@pytest.mark.nightly
+def test_a_worker_says_for_whom_it_waits_and_that_it_has_joined(site: Site) -> None:
+    site.start("a")
+    site.until_said("a", "Worker 0 waits for 1 more worker (1 of 2)")
+    site.start("b")
+    site.until_said("a", "Joined as worker 0 of 2")
+    site.until_said("b", "Joined as worker 1 of 2")
+    site.ended("a", "b")
 
 
 def test_an_elastic_loop_refuses_what_it_cannot_obey() -> None:

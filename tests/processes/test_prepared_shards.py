@@ -27,21 +27,12 @@ def _in(name: str, prepare: Callable[[Path, Path], None]) -> Prepare:
     return lambda path, harm: prepare(within(path, name), harm)
 
 
-def _errors(prepare: Callable[[Path, Path], None]) -> Prepare:
-    """Prepare the folder with errors of a checkpoint of format 1."""
-    return lambda path, harm: prepare(within(path, STATE + "rank0of2.pt").parent, harm)
-
-
 PREPARED: dict[str, Prepare] = {
     "torch's metadata": _in(".metadata", pickled),
     "an object in torch's files": with_object,
     "a tensor in torch's files": with_tensor,
     "Lightning's counters": _in("meta.pt", saved),
     "a rank's file": _in(STATE + "rank1of2.pt", saved),
-}
-OLD: dict[str, Prepare] = {
-    "metadata of errors": _in(STATE + ".metadata", pickled),
-    "a tensor of errors": _errors(with_tensor),
 }
 
 
@@ -54,18 +45,14 @@ def _prepared(saved_: Path, path: Path, harm: Path, prepare: Prepare) -> None:
 
 def everything(rank: int, folder: str) -> dict[str, tuple[str, str]]:
     here, found = Path(folder), dict[str, tuple[str, str]]()
-    settings: list[tuple[str, Any, dict[str, Prepare], int]] = [
-        ("HSDP", of_hsdp, PREPARED, 3),
-        ("FSDP", of_fsdp, PREPARED, 3),
-        ("HSDP of format 1", of_hsdp, OLD, 1),
-    ]
-    for name, make, prepared, form in settings:
-        save(rank, make, here / name, form=form)
+    settings: dict[str, Any] = {"HSDP": of_hsdp, "FSDP": of_fsdp}
+    for name, make in settings.items():
+        save(rank, make, here / name)
         path, a = here / "restored" / "a.ckpt", here / name / "a.ckpt"
-        prepare = [partial(_prepared, a, path, here, each) for each in prepared.values()]
+        prepare = [partial(_prepared, a, path, here, each) for each in PREPARED.values()]
         for safely in (True, None):
             outcomes = tried(rank, make, path, prepare, weights_only=safely)
-            words = [f"{name}, {what}, weights_only={safely}" for what in prepared]
+            words = [f"{name}, {what}, weights_only={safely}" for what in PREPARED]
             found |= dict(zip(words, outcomes, strict=True))
     return found
 
@@ -73,7 +60,7 @@ def everything(rank: int, folder: str) -> dict[str, tuple[str, str]]:
 def test_prepared_files_run_nothing_and_are_refused_by_name(tmp_path: Path) -> None:
     found = run_in_processes(everything, RANKS, str(tmp_path))
     assert not harmed(tmp_path)
-    assert len(found[0]) == 24
+    assert len(found[0]) == 4 * len(PREPARED)
     for rank in found:
         assert {what: said for what, (how, said) in rank.items() if how != "refused"} == {}
     for what, (_, said) in found[0].items():

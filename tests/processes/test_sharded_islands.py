@@ -610,7 +610,7 @@ WORDS = {
     "offloaded": "never been tried with local steps",
     "other islands": "has island=4 of a model in shards, but worker 0 has island=2 of a model",
     "uneven": "4 processes are not islands of 3",
-    "other settings": "Worker 3 has plan=",
+    "other settings": "Worker 3 has every=",
     "no island": "give island=N",
     "zero": "give the number of processes",
     "elastic": "Leave elastic out",

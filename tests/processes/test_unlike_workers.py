@@ -20,6 +20,7 @@ from lightning_gc.kernels import dispatch
 from lightning_gc.lightning.fabric_for_pytorch_lightning import CompressedFabricStrategy
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
 from lightning_gc.local_steps.rendezvous import Rendezvous
+from lightning_gc.local_steps.roll import differing
 from lightning_gc.transports import distributed
 from lightning_gc.transports.base import lengths_of
 from tests.support.fitting import fit
@@ -64,7 +65,7 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
         if worker == 1 and differs == "torch":
             patch.setattr(torch, "__version__", "2.6.0")
         if worker == 1 and differs == "lightning_gc":
-            patch.setattr(kernel_compilation, "_own_release", lambda: "0.1.0")
+            patch.setattr(kernel_compilation, "own_release", lambda: "0.1.0")
         if worker == 1 and differs == "build":  # for one GPU or another, which nobody uses
             patch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+cu126")
         if worker == 1 and differs == "vectors":
@@ -201,8 +202,8 @@ def test_models_that_differ_are_refused_by_name() -> None:
         assert "make the model in the same way on all" in text
 
 
-def settings_of(worker: int, folder: str) -> list[str]:
-    """Return the digest that a job sends to the rendezvous, for each model."""
+def settings_of(worker: int, folder: str) -> list[dict[str, str]]:
+    """Return what a job tells the rendezvous of itself, for each model."""
     server = Rendezvous(0, "secret", Path(folder) / "roll.jsonl")
     found = []
     for change in ("", "", *CHANGES):
@@ -215,7 +216,9 @@ def settings_of(worker: int, folder: str) -> list[str]:
 
 
 def test_elastic_workers_compare_the_same(tmp_path: Path) -> None:
-    """The rendezvous refuses whoever has another digest."""
+    """The rendezvous refuses whoever has other settings: a model changes one of them."""
     ((one, again, *others),) = run_in_processes(settings_of, 1, str(tmp_path))
     assert one == again
-    assert len({one, *others}) == 1 + len(CHANGES)
+    assert len({tuple(each.values()) for each in (one, *others)}) == 1 + len(CHANGES)
+    said = {differing(each, one).partition(" is ")[0] for each in others}
+    assert said == {"tensors of the model"}

@@ -14,7 +14,6 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_gc import LocalMomentum, PerParameter, PowerSGD
-from lightning_gc.checkpoint.side_files import FOLDER
 from lightning_gc.controllers import Accordion
 from lightning_gc.core.checksum import checksum, with_checksum
 from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
@@ -126,9 +125,8 @@ Edit = Callable[[Any], Any]
 
 
 def _within(tree: Any, names: Sequence[Any]) -> Any:
-    """Return what lies at a place; ``"controller"`` has another name in formats 1 and 2."""
     for name in names:
-        tree = tree["turn" if name == "controller" and name not in tree else name]
+        tree = tree[name]
     return tree
 
 
@@ -283,51 +281,6 @@ def main_edited(path: Path, change: Edit, anew: bool = True) -> None:
 def without_record(path: Path) -> None:
     """Make it a checkpoint whose workers could not tell each other their checksums."""
     main_edited(path, lambda main: main.update(files=[None] * main["workers"]))
-
-
-def as_format_2(path: Path) -> None:
-    """Make it a checkpoint as version 0.1 wrote it, with the controller's state as its turn."""
-
-    def turned(state: Any) -> None:
-        state["format"] = 2
-        for part in (state, state.get("averaged", {})):
-            if "controller" in part:
-                part["turn"] = part.pop("controller")
-
-    sums = []
-    for file in files_of(path) if (path.parent / FOLDER).exists() else ():
-        edit(file, turned, anew=True)
-        sums.append(torch.load(file, weights_only=True)["sha256"])
-
-    def main_turned(main: Any) -> None:
-        turned(main)
-        main["files"] = sums or main["files"]
-
-    main_edited(path, main_turned)
-
-
-def as_format_1(path: Path) -> None:
-    """Make it a checkpoint as versions before checksums wrote it."""
-    as_format_2(path)
-    old = f"{path.name}-step{STEP}"
-
-    def older(state: Any) -> None:
-        for name in ("run", "shapes", "files", "sha256"):
-            state.pop(name, None)
-        state["format"] = 1
-
-    def main_older(main: Any) -> None:
-        older(main)
-        main["stem"] = old
-
-    def side_older(own: Any) -> None:
-        older(own)
-        del own["workers"], own["stem"]
-
-    for worker, file in enumerate(files_of(path)):
-        edit(file, side_older)
-        file.rename(file.with_name(f"{old}-worker{worker}of2.pt"))
-    main_edited(path, main_older)
 
 
 def put(there: Path, here: Path) -> None:

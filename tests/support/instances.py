@@ -15,8 +15,7 @@ FIRST: tuple[Compressor, ...] = tuple(cls.examples()[0] for cls in COMPRESSORS.v
 
 LATE = {
     *("aqsgd", "atomo_entries", "bin_means", "coded_qsgd", "dynamic_tree", "float8"),
-    *("gaussian_k", "independent_random_mask", "independent_terngrad"),
-    *("independent_unbiased_randomk", "lossless", "mxfp4", "mxfp8"),
+    *("gaussian_k", "lossless", "mxfp4", "mxfp8"),
     *("nonzero_blocks", "nvfp4"),
     *("redsync", "rotated", "signum", "svd_threshold", "variance_criterion"),
 }

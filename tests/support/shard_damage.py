@@ -27,7 +27,6 @@ from lightning_gc.controllers import Accordion
 from lightning_gc.core.checksum import checksum
 from tests.support.fsdp import fsdp
 from tests.support.hsdp import Sharded, fit_sharded, hsdp
-from tests.support.old_shards import Format1, Format2
 
 RANKS = 2
 SEVEN = 7.0
@@ -56,18 +55,11 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(self.folder / name)
 
 
-def save(rank: int, make: Callable[[], Any], folder: Path, seed: int = 0, form: int = 3) -> None:
-    """Train three steps and save in a format."""
-    strategy = make()
-    if form < 3:
-        old = {1: Format1, 2: Format2}[form]
-        strategy._saving = old(strategy, strategy._saving.mode, strategy._saving.dtype)
+def save(rank: int, make: Callable[[], Any], folder: Path, seed: int = 0) -> None:
+    """Train three steps and save."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fit_sharded(rank, strategy, 3, _module(seed), ranks=RANKS, callbacks=[Saves(folder)])
-    if form == 1 and rank == 0:
-        for record in folder.rglob("files.json"):
-            record.unlink()
+        fit_sharded(rank, make(), 3, _module(seed), ranks=RANKS, callbacks=[Saves(folder)])
     dist.barrier()
 
 

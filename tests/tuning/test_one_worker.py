@@ -73,19 +73,3 @@ def test_a_budget_bounds_what_is_encoded(journal: Path) -> None:
     assert winner.number == min(within, key=lambda number: study.trials[number].values[0])
     reasons = {t.user_attrs["reason"] for t in study.trials if t.number not in within}
     assert all("bytes encoded, the budget is" in reason for reason in reasons)
-
-
-@pytest.mark.parametrize(("changes", "counted"), [({"budget": 1e9}, True), ({}, False)])
-def test_an_old_study_that_counted_no_bytes_at_all_goes_on_without_a_budget_only(
-    journal: Path, changes: dict[str, Any], counted: bool
-) -> None:
-    study = compare(journal, wide(**changes), trials=1, **ALONE)["randomk"]
-    rules = {
-        name: value for name, value in study.user_attrs[RULES].items() if name != "bytes_counted"
-    }
-    study.set_user_attr(RULES, rules)
-    if counted:
-        with pytest.raises(ValueError, match=r"exists with bytes_counted='wire_bytes', but"):
-            compare(journal, wide(**changes), trials=1, **ALONE)
-    else:
-        compare(journal, wide(**changes), trials=1, **ALONE)

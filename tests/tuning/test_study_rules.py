@@ -184,33 +184,12 @@ def test_another_file_under_the_same_name_is_refused(
     refused(storage, rules, method, old, new)
 
 
-def test_a_study_of_a_version_that_wrote_less_down_goes_on_and_says_so(
-    storage: BaseStorage,
-) -> None:
+def test_a_study_that_has_not_stored_a_rule_is_refused(storage: BaseStorage) -> None:
     study = open_study(experiment(), topk(), storage)
     rules = study.user_attrs[RULES]
-    first = "metric mode objective compressor fixed space budget workers".split()  # noqa: SIM905
-    study.set_user_attr(RULES, {name: rules[name] for name in first})
-    with pytest.warns(
-        UserWarning, match=r"'toy/topk' was made by an earlier .* min_numel, memory,"
-    ):
-        open_study(experiment(), topk(), storage)
-    open_study(experiment(), topk(), storage)  # they are written down by now
-    refused(storage, experiment(), topk(min_numel=0), "min_numel=1024", "min_numel")
-
-
-@pytest.mark.parametrize(("every_tensor", "min_numel"), [(False, 1024), (True, 0)])
-def test_a_study_that_knows_every_tensor_goes_on(
-    storage: BaseStorage, every_tensor: bool, min_numel: int
-) -> None:
-    """Version 0.1 wrote that word down; a study of it is neither refused nor warned of."""
-    study = open_study(experiment(), topk(min_numel=min_numel), storage)
-    rules = study.user_attrs[RULES]
     del rules["min_numel"]
-    study.set_user_attr(RULES, rules | {"every_tensor": every_tensor})
-    other = f"min_numel={min_numel}", "min_numel=7"
-    refused(storage, experiment(), topk(min_numel=7), *other)
-    open_study(experiment(), topk(min_numel=min_numel), storage)
+    study.set_user_attr(RULES, rules)
+    refused(storage, experiment(), topk(), "no min_numel", "min_numel=1024")
 
 
 @pytest.mark.parametrize("stored", [None, 5, {}, {"metric": "loss"}])

@@ -135,15 +135,3 @@ class Within(Fixed):
     def decide(self, observation: Any, state: Any) -> Any:
         self.told.append(observation)
         return super().decide(observation, state)
-
-
-def test_a_state_without_levels_has_those_of_its_decision() -> None:
-    """As saved before 2026-11-23."""
-    control = loop(Fixed(0.2))
-    decide(control, 0)
-    state = control.state_dict({})
-    del state["levels"], state["every"]
-    CONTROL_STATE.check(state)
-    resumed = loop(Fixed(0.2))
-    resumed.load_state_dict(state)
-    assert resumed._workers.levels() == {"w": 0.2}

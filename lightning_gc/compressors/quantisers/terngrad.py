@@ -98,40 +98,8 @@ class _TernGrad(_Ternary, Collective):
 
 
 @dataclass(frozen=True)
-class IndependentTernGrad(_Ternary, Codec):
-    """Send −1, 0 or 1 for each element, and each worker's own scale: ``TernGrad(shared=False)``.
-
-    With ``y = min(max(x, −c·σ), c·σ)``, ``σ = √(mean x²)`` and ``s = ‖y‖_∞``:
-    ``C(x)_i = s·sign(y_i)·b_i`` where ``P(b_i = 1) = |y_i| / s``, so that ``E C(x) = y``. The
-    clipped part is dropped.
-
-    Each worker has its own scale, as in the paper's formula and in surveys. A worker with small
-    elements then sends as many elements as others. Sums of different scales are not small integers.
-    So every worker gets all payloads, or under ``TwoShot`` the mean is rounded again.
-
-    Args:
-        clip: c, at how many standard deviations elements are clipped, above 0. Lower means less
-            variance, more bias. None does not clip, as in the survey's form, and is unbiased.
-
-    Five elements share a byte, so an element takes 1.6 bits.
-
-    Raises:
-        ValueError: ``clip`` not above 0.
-
-    Example:
-        >>> import torch
-        >>> from lightning_gc import IndependentTernGrad
-        >>> from lightning_gc.testing import Lockstep
-        >>> two = [{"w": torch.tensor([2.0, 0.0, -2.0])}, {"w": torch.tensor([0.0, 0.5, -0.5])}]
-        >>> Lockstep(2, IndependentTernGrad(clip=None)).step(two).mean["w"]
-        tensor([ 1.0000,  0.2500, -1.2500])
-
-    Reference:
-        Wen, Xu, Yan, Wu, Wang, Chen and Li, "TernGrad: Ternary Gradients to Reduce Communication
-        in Distributed Deep Learning", NeurIPS 2017.
-    """
-
-    registry_name = "independent_terngrad"
+class _OwnScales(_Ternary, Codec):
+    """``TernGrad`` with each worker's own scale; five elements share a byte."""
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         scale = self.largest(buffer)  # (1,) float32
@@ -155,9 +123,8 @@ class IndependentTernGrad(_Ternary, Codec):
         codes = Field("codes", torch.uint8, packed_bytes(numel), note=note)
         return codes, Field("scale", torch.float32, 1)
 
-    @classmethod
-    def examples(cls) -> tuple[IndependentTernGrad, ...]:
-        return (cls(), cls(clip=None), cls(clip=0.5))
+    def __repr__(self) -> str:
+        return f"TernGrad(clip={self.clip!r}, shared=False)"
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,8 +137,9 @@ class TernGrad(Preset):
     no error feedback. Without clipping this is ``IntegerQSGD(bits=2)``.
 
     One scale for all workers is the paper's "scaler sharing". In its formula and in surveys, each
-    worker has its own scale ``S = ‖x‖_∞``. Sums of codes would then not be exact, so
-    ``shared=False`` is a method with other rounds: ``IndependentTernGrad``.
+    worker has its own scale ``S = ‖x‖_∞``. Sums of codes are then not exact, so ``shared=False``
+    has other rounds: every worker gets all payloads, or under ``TwoShot`` the mean is rounded
+    again. Five elements share a byte, so an element takes 1.6 bits.
 
     σ is taken about zero, as in the paper's analysis. About the mean, as in the paper's code, a
     constant tensor would be clipped to zero.
@@ -208,11 +176,11 @@ class TernGrad(Preset):
         _ = self.inner  # checks clip
 
     @functools.cached_property
-    def inner(self) -> _TernGrad | IndependentTernGrad:
-        return _TernGrad(self.clip) if self.shared else IndependentTernGrad(self.clip)
+    def inner(self) -> _TernGrad | _OwnScales:
+        return _TernGrad(self.clip) if self.shared else _OwnScales(self.clip)
 
     def __repr__(self) -> str:
-        """Leave out default fields but ``clip``, as version 0.1 and its checkpoints do."""
+        """Leave out default fields but ``clip``."""
         fields = {"clip": self.clip, **given_fields(self)}
         return f"TernGrad({', '.join(f'{n}={v!r}' for n, v in fields.items())})"
 

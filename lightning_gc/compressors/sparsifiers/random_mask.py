@@ -1,4 +1,4 @@
-"""RandomMask: send the elements under a random mask; and its preset under its old name."""
+"""RandomMask: send the elements under a random mask."""
 
 from __future__ import annotations
 
@@ -12,43 +12,8 @@ from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsif
 from lightning_gc.core import Bucket, Field
 
 
-class _Mask(RandomSparsifier):
-    """Send each element with probability ``density``, independently of the others.
-
-    All masks with c elements are equally likely, so it is enough to draw c, then c positions.
-    """
-
-    unbiased = False
-    joint_kind = None  # lengths vary
-
-    def how_many(self, numel: int, bucket: Bucket) -> int:
-        """Return a binomial number, drawn on the host.
-
-        A shared number depends on seed, step and size only, so that the payloads of a two-shot
-        scheme's shards have equal lengths.
-        """
-        if self.shared:
-            bucket = replace(bucket, shapes={f"{numel} elements": (numel,)})
-        host = torch.Generator().manual_seed(bucket.generator_seed(shared=self.shared))
-        trials = torch.tensor(numel, dtype=torch.float64, device="cpu")
-        return int(torch.binomial(trials, torch.full_like(trials, self.density), generator=host))
-
-    def values_field(self, numel: int) -> Field:
-        return Field(
-            "values", torch.float32, numel, "step" if self.shared else "worker", "binomial number"
-        )
-
-    def bound(self, numel: int) -> Contraction:
-        """Return δ = density, in expectation over the draw."""
-        return Contraction(self.density)
-
-    @classmethod
-    def examples(cls) -> tuple[Self, ...]:
-        return (cls(0.3), cls(1.0))
-
-
 @dataclass(frozen=True, repr=False)
-class RandomMask(_Mask):
+class RandomMask(RandomSparsifier):
     """Send each element with probability ``density``, independently of the others.
 
     ``C(x)_i = x_i`` with probability ``density``, else 0. With ``shared``, all workers draw the
@@ -78,23 +43,30 @@ class RandomMask(_Mask):
     """
 
     shared: bool = True
+    unbiased = False
+    joint_kind = None  # lengths vary
 
+    def how_many(self, numel: int, bucket: Bucket) -> int:
+        """Return a binomial number, drawn on the host.
 
-@dataclass(frozen=True)
-class IndependentRandomMask(_Mask):
-    """Preset of ``RandomMask(density, shared=False)``: each worker draws its own mask.
+        A shared number depends on seed, step and size only, so that the payloads of a two-shot
+        scheme's shards have equal lengths.
+        """
+        if self.shared:
+            bucket = replace(bucket, shapes={f"{numel} elements": (numel,)})
+        host = torch.Generator().manual_seed(bucket.generator_seed(shared=self.shared))
+        trials = torch.tensor(numel, dtype=torch.float64, device="cpu")
+        return int(torch.binomial(trials, torch.full_like(trials, self.density), generator=host))
 
-    Args:
-        density: as ``RandomMask``'s.
+    def values_field(self, numel: int) -> Field:
+        return Field(
+            "values", torch.float32, numel, "step" if self.shared else "worker", "binomial number"
+        )
 
-    Example:
-        >>> from lightning_gc import CompressedDDPStrategy, IndependentRandomMask, NoMemory
-        >>> paper = CompressedDDPStrategy(IndependentRandomMask(0.25), memory=NoMemory())
+    def bound(self, numel: int) -> Contraction:
+        """Return δ = density, in expectation over the draw."""
+        return Contraction(self.density)
 
-    Reference:
-        Konečný, McMahan, Yu, Richtárik, Suresh and Bacon, "Federated Learning: Strategies for
-        Improving Communication Efficiency", 2016, without error feedback: ``memory=NoMemory()``.
-    """
-
-    registry_name = "independent_random_mask"
-    shared = False
+    @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        return (cls(0.3), cls(1.0), cls(0.3, shared=False))

@@ -34,7 +34,7 @@ _SPARSE = 0.2  # share of elements above which a permutation is faster on the ho
 class RandomSparsifier(DensitySparsifier, Codec):
     """Send k = density·numel elements whose positions follow from a seed.
 
-    Subclasses set ``shared`` and ``unbiased``, as fields or as class attributes.
+    Subclasses have ``shared`` and ``unbiased``, as fields or as class attributes.
     """
 
     @property
@@ -118,7 +118,7 @@ class RandomSparsifier(DensitySparsifier, Codec):
         return Variance(numel / max(1, k) - 1) if self.unbiased else Contraction(k / max(1, numel))
 
     def __repr__(self) -> str:
-        """Leave out default fields but ``density``, as version 0.1 and its checkpoints do."""
+        """Leave out default fields but ``density``."""
         fields = {"density": self.density, **given_fields(self)}
         return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in fields.items())})"
 

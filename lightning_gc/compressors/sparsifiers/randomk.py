@@ -1,4 +1,4 @@
-"""RandomK: send k elements drawn at random; and its presets under their old names."""
+"""RandomK: send k elements drawn at random."""
 
 from __future__ import annotations
 
@@ -50,81 +50,3 @@ class RandomK(RandomSparsifier):
     @classmethod
     def examples(cls) -> tuple[RandomK, ...]:
         return (cls(0.1), cls(1.0), cls(0.3, unbiased=True, shared=False))
-
-
-@dataclass(frozen=True)
-class UnbiasedRandomK(RandomSparsifier):
-    """Preset of ``RandomK(density, unbiased=True)``: send k scaled elements, without bias.
-
-    Args:
-        density: as ``RandomK``'s.
-
-    Example:
-        >>> from lightning_gc import UnbiasedRandomK
-        >>> UnbiasedRandomK(0.25).bound(1000)
-        Variance(omega=3.0)
-
-    Reference:
-        Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient
-        Distributed Optimization", NeurIPS 2018 (with equal probabilities).
-    """
-
-    density: float = 0.1
-
-    registry_name = "unbiased_randomk"
-    unbiased, shared = True, True
-
-    @classmethod
-    def examples(cls) -> tuple[UnbiasedRandomK, ...]:
-        return (cls(0.3),)
-
-
-@dataclass(frozen=True)
-class IndependentRandomK(RandomSparsifier):
-    """Preset of ``RandomK(density, shared=False)``: each worker draws its own k elements.
-
-    Args:
-        density: as ``RandomK``'s.
-
-    Example:
-        >>> from lightning_gc import IndependentRandomK
-        >>> IndependentRandomK(0.01).bound(1000)
-        Contraction(delta=0.01)
-
-    Reference:
-        Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
-    """
-
-    registry_name = "independent_randomk"
-    unbiased, shared = False, False
-
-    @classmethod
-    def examples(cls) -> tuple[IndependentRandomK, ...]:
-        return (cls(0.3), cls(1.0))
-
-
-@dataclass(frozen=True)
-class IndependentUnbiasedRandomK(RandomSparsifier):
-    """Preset of ``RandomK(density, unbiased=True, shared=False)``, the papers' unbiased form.
-
-    Args:
-        density: as ``RandomK``'s.
-
-    Example:
-        >>> from lightning_gc import IndependentUnbiasedRandomK
-        >>> IndependentUnbiasedRandomK(0.25).bound(1000)
-        Variance(omega=3.0)
-
-    Reference:
-        Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient
-        Distributed Optimization", NeurIPS 2018 (with equal probabilities).
-    """
-
-    density: float = 0.1
-
-    registry_name = "independent_unbiased_randomk"
-    unbiased, shared = True, False
-
-    @classmethod
-    def examples(cls) -> tuple[IndependentUnbiasedRandomK, ...]:
-        return (cls(0.3),)

@@ -111,9 +111,7 @@ class Sums:
     """One worker's totals of the fit, from ``total`` on, and of the current epoch."""
 
     structure = Record(
-        dict.fromkeys(
-            ("total", "epoch"), Record(maybe={field.name: NUMBER for field in fields(Totals)})
-        )
+        dict.fromkeys(("total", "epoch"), Record({each.name: NUMBER for each in fields(Totals)}))
     )
     """What ``own_state`` returns."""
 

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from lightning_gc import cli
 from lightning_gc.advice import check, meeting
 from lightning_gc.advice.alpha_beta import Link, Probe, sustained
 from lightning_gc.advice.check import Finding, findings, page
 from lightning_gc.advice.meeting import Door, NotMet, Party, visit
+from lightning_gc.core import notices
 from lightning_gc.transports.interfaces import VARIABLE
 from tests.support.processes import hold_port
 
@@ -246,6 +248,21 @@ def test_a_machine_that_does_not_come() -> None:
         first = party(held.getsockname()[1], number=0)
         with pytest.raises(NotMet, match=rf"Machine 1 has not come.* port {first.port} of machine"):
             first.gather(first.store(print), "place", {}, print)
+
+
+def test_a_machine_that_is_missing_is_named_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "CONNECT", 0.0)
+    monkeypatch.setattr(notices, "AGAIN", 0.01)
+    first, store = Party(0, 2, "127.0.0.1", 29400, True, 60.0), HashStore()
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:
+            store.set("place/1", "host name\tb")
+
+    assert first.gather(store, "place", {}, say)[1] == {"host name": "b"}
+    assert all(line.startswith("Machine 1 has not come") for line in lines)
 
 
 def test_an_interface_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

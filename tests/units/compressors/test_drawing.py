@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_gc import AllGather, AllReduce, RandomK, RandomMask, TwoShot, UnbiasedRandomK
+from lightning_gc import AllGather, AllReduce, RandomK, RandomMask, TwoShot
 from lightning_gc.compressors.sparsifiers import random_sparsifier
 from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier, positions
 from lightning_gc.core.bucket import Bucket
@@ -70,7 +70,7 @@ def test_places_and_pairs_are_uniform(numel: int, by: str) -> None:
         assert chi < freedom + 4 * (2 * freedom) ** 0.5
 
 
-@pytest.mark.parametrize("method", [RandomK(0.1), UnbiasedRandomK(0.1)], ids=repr)
+@pytest.mark.parametrize("method", [RandomK(0.1), RandomK(0.1, unbiased=True)], ids=repr)
 def test_no_generator_of_a_gpu_is_asked(method) -> None:
     """Without CUDA there is none; pretended tensors suffice for all else."""
     with FakeTensorMode():
@@ -114,22 +114,24 @@ def test_a_set_is_in_no_order_of_preference(way: Way) -> None:
     assert abs(found.mean() - 499.5) < 4 * found.std() / 20
 
 
-@pytest.mark.parametrize("cls", [RandomK, RandomMask, UnbiasedRandomK])
+@pytest.mark.parametrize(
+    "method", [RandomK(0.3), RandomMask(0.3), RandomK(0.3, unbiased=True)], ids=repr
+)
 @pytest.mark.parametrize(
     ("scheme", "draws"), [(AllReduce(), 3), (AllGather(), 3), (TwoShot(), 9)], ids=repr
 )
 def test_a_round_draws_once(
-    cls: type[RandomSparsifier], scheme: Scheme, draws: int, monkeypatch: pytest.MonkeyPatch
+    method: RandomSparsifier, scheme: Scheme, draws: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of three workers for each tensor or shard; decoding takes what encoding has drawn."""
-    drawn, seen = cls.drawn, []
+    drawn, seen = RandomSparsifier.drawn, []
 
     def counted(self: RandomSparsifier, numel: int, bucket: Bucket) -> torch.Tensor:
         seen.append(bucket.names)
         return drawn(self, numel, bucket)
 
-    monkeypatch.setattr(cls, "drawn", counted)
-    lockstep = Lockstep(3, cls(0.3), scheme=scheme)
+    monkeypatch.setattr(RandomSparsifier, "drawn", counted)
+    lockstep = Lockstep(3, method, scheme=scheme)
     for step in range(2):
         lockstep.step([{"w": torch.ones(30), "v": torch.ones(12)}] * 3)
         assert len(seen) == 2 * draws * (step + 1)

@@ -1,21 +1,17 @@
-"""IndependentRandomK and its kin: a set for each worker, which all others know."""
+"""``shared=False``: a set for each worker, which all others know."""
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_gc import (
-    IndependentRandomK,
-    IndependentRandomMask,
-    IndependentUnbiasedRandomK,
-    UnbiasedRandomK,
-)
+from lightning_gc import RandomK, RandomMask
 from lightning_gc.compressors import Codec
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from tests.support.codecs import KINDS, apply, each_kind
 
-CODECS = (IndependentRandomK(0.1), IndependentRandomMask(0.1))
+CODECS = (RandomK(0.1, shared=False), RandomMask(0.1, shared=False))
+UNBIASED = RandomK(0.2, unbiased=True, shared=False)
 both = pytest.mark.parametrize("codec", CODECS, ids=str)
 
 
@@ -54,15 +50,15 @@ def test_scaled_elements_are_right_on_average_and_the_more_so_the_more_workers()
         return torch.stack([lockstep.step([{"w": x}] * workers).mean["w"] for _ in range(300)])
 
     for codec, workers, times in (
-        (IndependentUnbiasedRandomK(0.2), 1, 4.0),
-        (IndependentUnbiasedRandomK(0.2), 4, 1.0),
-        (UnbiasedRandomK(0.2), 4, 4.0),
+        (UNBIASED, 1, 4.0),
+        (UNBIASED, 4, 1.0),
+        (RandomK(0.2, unbiased=True), 4, 4.0),
     ):
         found = means(codec, workers)
         spread = float((found - x).square().sum(1).mean()) / squared
         assert abs(spread / times - 1) < 0.15, (codec, workers)
         assert float((found.mean(0) - x).square().sum()) < 2 * times * squared / 300
-    sent, left, _ = apply(IndependentUnbiasedRandomK(0.2), x)
+    sent, left, _ = apply(UNBIASED, x)
     np.testing.assert_allclose(sent[sent != 0], 5 * x.numpy()[sent != 0], rtol=1e-6)
     np.testing.assert_allclose(sent + left, x.numpy(), atol=1e-5)
     assert np.count_nonzero(sent) == 40
@@ -70,7 +66,7 @@ def test_scaled_elements_are_right_on_average_and_the_more_so_the_more_workers()
 
 def test_all_sets_are_equally_likely() -> None:
     """Each of 20 elements is sent in 6 of 20 draws, ± 4 sigma of a binomial; never fewer than k."""
-    codec, counts = IndependentRandomK(0.3), np.zeros(20)
+    codec, counts = RandomK(0.3, shared=False), np.zeros(20)
     for step in range(1000):
         sent, _, _ = apply(codec, torch.ones(20), step=step)
         assert np.count_nonzero(sent) == 6
@@ -79,7 +75,7 @@ def test_all_sets_are_equally_likely() -> None:
 
 
 def test_the_masks_size_is_binomial() -> None:
-    codec = IndependentRandomMask(0.3)
+    codec = RandomMask(0.3, shared=False)
     sizes = [apply(codec, torch.ones(50), step=step)[2][0].numel() for step in range(500)]
 
     assert abs(np.mean(sizes) - 15) < 4 * np.sqrt(50 * 0.3 * 0.7 / 500)

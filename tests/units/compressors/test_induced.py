@@ -13,9 +13,9 @@ from lightning_gc import (
     Induced,
     PerParameter,
     PowerSGD,
+    RandomK,
     SignSGD,
     TopK,
-    UnbiasedRandomK,
     VarianceCriterion,
 )
 from lightning_gc.compressors import AbsoluteError, Variance
@@ -52,9 +52,9 @@ def test_variance_is_that_of_the_error_alone() -> None:
 
 
 def test_bound_is_the_product() -> None:
-    bound = Induced(TopK(0.25), UnbiasedRandomK(0.5)).bound(1000)
+    bound = Induced(TopK(0.25), RandomK(0.5, unbiased=True)).bound(1000)
     assert bound == Variance(0.75 * 1.0)
-    absolute = Induced(HardThreshold(0.5), UnbiasedRandomK(0.2)).bound(1000)
+    absolute = Induced(HardThreshold(0.5), RandomK(0.2, unbiased=True)).bound(1000)
     assert absolute == AbsoluteError(2.0 * HardThreshold(0.5).bound(1000).v)
 
 

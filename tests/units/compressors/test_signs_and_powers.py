@@ -1,4 +1,4 @@
-"""EFSignSGD, OneBitSGD, NaturalCompression and UnbiasedRandomK match their formulas."""
+"""EFSignSGD, OneBitSGD, NaturalCompression and unbiased RandomK match their formulas."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import EFSignSGD, NaturalCompression, OneBitSGD, UnbiasedRandomK
+from lightning_gc import EFSignSGD, NaturalCompression, OneBitSGD, RandomK
 from tests.support.codecs import KINDS, apply, each_kind
 
 
@@ -75,7 +75,7 @@ def test_natural_compression_at_the_ends_of_the_range() -> None:
 @pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
 def test_unbiased_randomk(kind: str, density: float) -> None:
     x = KINDS[kind].numpy()
-    sent, left, (values,) = apply(UnbiasedRandomK(density), KINDS[kind])
+    sent, left, (values,) = apply(RandomK(density, unbiased=True), KINDS[kind])
     k = max(1, round(density * 300))
     assert values.numel() == k
     assert np.count_nonzero(sent) <= k

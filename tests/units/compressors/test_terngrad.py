@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import IndependentTernGrad
+from lightning_gc import TernGrad
+from lightning_gc.compressors import Codec
 from lightning_gc.compressors.quantisers import terngrad
 from tests.support.codecs import KINDS, apply, each_kind
+
+
+def own_scales(clip: float | None) -> Codec:
+    codec = TernGrad(clip, shared=False).inner
+    assert isinstance(codec, Codec)
+    return codec
 
 
 @each_kind
@@ -15,7 +22,7 @@ def test_signs_and_scale(kind: str, clip: float | None) -> None:
     x = KINDS[kind].double().numpy()
     sigma = np.sqrt((x**2).mean())
     scale = np.abs(x).max() if clip is None else min(np.abs(x).max(), clip * sigma)
-    sent, left, (packed, own) = apply(IndependentTernGrad(clip), KINDS[kind])
+    sent, left, (packed, own) = apply(own_scales(clip), KINDS[kind])
     np.testing.assert_allclose(own.numpy(), scale, rtol=1e-6)
     assert packed.numel() == 60
     assert set(np.unique(sent)) <= {-own.numpy()[0], 0.0, own.numpy()[0]}
@@ -28,7 +35,7 @@ def test_probabilities() -> None:
     x = KINDS["normal"]
     limit = 0.5 * float(x.square().mean().sqrt())
     clipped = np.clip(x.numpy(), -limit, limit)
-    draws = np.mean([apply(IndependentTernGrad(0.5), x, step=step)[0] for step in range(800)], 0)
+    draws = np.mean([apply(own_scales(0.5), x, step=step)[0] for step in range(800)], 0)
     sigma = np.sqrt(np.abs(clipped) * (np.abs(clipped).max() - np.abs(clipped)) / 800)
     assert (np.abs(draws - clipped) <= 4.5 * sigma + 4 * limit / 800).all()
 

@@ -37,7 +37,7 @@ METHODS: list[Compressor] = [
     *(gc.TopK(0.05), gc.TopK(0.05, "bfloat16"), gc.TopK(0.05, "bfloat16", "sampled")),
     *(gc.HardThreshold(1.0), gc.HardThreshold(0.0)),
     *(gc.EFSignSGD(), gc.OneBitSGD(), gc.SignSGD()),
-    *(gc.RandomK(0.1), gc.UnbiasedRandomK(0.3)),
+    *(gc.RandomK(0.1), gc.RandomK(0.3, unbiased=True)),
     *(gc.ChunkedTopK(0.1, 64), gc.ChunkedTopK(0.3, 7), gc.ChunkedTopK(0.05, 20_000)),
     *(gc.Quantised(gc.ChunkedTopK(0.1, 256), gc.BinMeans(2, 16)), gc.Quantised(gc.TopK(0.1))),
     *(gc.BinMeans(1), gc.BinMeans(4, 8), gc.BinMeans(3, 7), gc.Int8(), gc.DynamicTree(64)),

@@ -26,6 +26,7 @@ from lightning_gc.local_steps.roll import (
     Roll,
     Round,
     Verdict,
+    differing,
     entry_of,
     in_words,
     line_of,
@@ -33,6 +34,7 @@ from lightning_gc.local_steps.roll import (
 
 MIN, GRACE, TIMEOUT = 2, 1.0, 4.0
 TICK = 0.1  # seconds
+SAME = {"compressor": "TopK(0.01)", "every": "16"}
 
 
 class Worker:
@@ -41,7 +43,7 @@ class Worker:
     def __init__(self, name: str, world: "World") -> None:
         self.name, self.world = name, world
         terms: dict[str, Any] = {"min_workers": MIN, "grace": GRACE, "timeout": TIMEOUT}
-        self.member = Member(Report(name, address=name, settings="same", **terms))
+        self.member = Member(Report(name, address=name, settings=SAME, **terms))
         self.cursor, self.beat, self.term = len(world.log), 0, world.term
         self.lag = 1 + len(world.workers) % 3  # ticks between two looks at the log
         self.frozen = self.dead = self.left = self.refused = False
@@ -410,19 +412,89 @@ def test_other_settings_are_refused() -> None:
     world.go(5)
     world.join()
     other = world.workers[-1].member
-    other.report = dataclasses.replace(other.report, settings="other")
+    other.report = dataclasses.replace(other.report, settings={**SAME, "every": "8"})
     refused = []
     world.workers[-1].do = lambda done, entry: refused.append(done)  # type: ignore[method-assign]
     world.go(0.2)
     other.enters(0, "")
     world.go(1)
     assert [done.what for done in refused] == ["number", "refused"]
-    assert "other settings" in refused[1].why
+    assert refused[1].why.startswith("every is 8 here, and 16 in the run.")
+
+
+def test_a_worker_is_told_which_setting_differs() -> None:
+    """Three of them by value, and what one of the two does not have."""
+    run = {"every": "16", "seed": "0", "outer": "SGD", "torch": "2.6", "island": "2"}
+    own = {"every": "8", "seed": "1", "outer": "Adam", "torch": "2.7"}
+    assert differing(own, run) == (
+        "every is 8 here, and 16 in the run; seed is 1 here, and 0 in the run; outer is Adam here, "
+        "and SGD in the run, and 2 more differ. Give all workers the same settings"
+    )
+    assert differing({}, {"island": "2"}).startswith("island is not known here, and 2 in the run.")
+
+
+def test_a_keeper_says_for_whom_workers_wait() -> None:
+    world = World(1)
+    assert world.keeper.awaited(world.now) == ""
+    world.go(3)
+    assert world.keeper.awaited(world.now) == "1 more worker (1 of 2)"
+    world.join()
+    world.go(5)
+    assert world.rounds > 0
+    one, other = world.workers
+    while {each.report.phase for each in world.workers} != {"training"}:
+        world.go(TICK)
+    one.frozen = True
+    while other.report.phase != "asking":
+        world.go(TICK)
+    world.go(GRACE / 2)
+    assert world.keeper.awaited(world.now) == f"worker 0 to end round {world.keeper.round}"
+    world.go(2 * TIMEOUT)
+    assert world.keeper.awaited(world.now) == "1 more worker (1 of 2)"
+    one.frozen = False
+    while {each.report.phase for each in world.workers} != {"training"}:
+        world.go(TICK)
+    world.go(2 * TICK)  # they are heard every second or third tick
+    assert "more" not in world.keeper.awaited(world.now)
+
+
+@pytest.mark.parametrize(("unlike", "refused"), [({0}, "w0"), ({1}, "w1"), ({0, 2}, "w1")])
+def test_most_founders_have_the_settings_of_the_run(unlike: set[int], refused: str) -> None:
+    """As long as workers are missing, all are told what differs."""
+    world = World(0)
+    for number in range(3):
+        world.join()
+        member = world.workers[-1].member
+        own = {**SAME, "every": "8"} if number in unlike else SAME
+        member.report = dataclasses.replace(member.report, min_workers=3, settings=own)
+        world.go(2)
+        if number == 1:
+            told = "1 more worker (2 of 3), and workers 0, 1 differ in every"
+            assert world.keeper.awaited(world.now) == told
+    assert [w.name for w in world.workers if w.refused] == [refused]
+    assert world.keeper.awaited(world.now) == "1 more worker (2 of 3)"
+
+
+def test_a_keeper_names_who_exchanges_and_who_takes_a_snapshot() -> None:
+    world = World(3)
+    late = world.workers[1]
+    while not any(isinstance(entry, Founded) for entry in world.log):
+        world.go(TICK)
+    late.frozen = True
+    world.go(0.5)
+    assert "worker 1 to take the snapshot" in world.keeper.awaited(world.now)
+    late.frozen = False
+    world.go(5)
+    while late.running is None:
+        world.go(TICK)
+    late.frozen = True
+    world.go(0.5)
+    assert f"to exchange in round {world.keeper.round}" in world.keeper.awaited(world.now)
 
 
 def asking(token: str, number: int, mark: str) -> Report:
     terms: dict[str, Any] = {"min_workers": MIN, "grace": GRACE, "timeout": TIMEOUT}
-    parts: dict[str, Any] = {"phase": "asking", "run": "run", "round": 5, "settings": "same"}
+    parts: dict[str, Any] = {"phase": "asking", "run": "run", "round": 5, "settings": SAME}
     return Report(token, 1, number=number, mark=mark, address=token, **parts, **terms)
 
 

@@ -27,10 +27,15 @@ def test_a_verdict_is_obeyed_after_a_signal(record: Round | None, expected: str)
         "elastic": SimpleNamespace(patience=9.0, timeout=0.2, min_workers=1),
         "island": ALONE,
         "_unread": None,
+        "_fetched": None,
         "_member": Member(Report("token", phase="done", run="run", number=0)),
         "_loop": SimpleNamespace(check=raises),
         "_line": SimpleNamespace(
-            next=lambda _: entries.pop() if entries else None, say=lambda _: None, trouble=""
+            next=lambda _: entries.pop() if entries else None,
+            say=lambda _: None,
+            trouble="",
+            awaited="",
+            strange=False,
         ),
         "_workers": SimpleNamespace(
             engines=[1],
@@ -40,6 +45,6 @@ def test_a_verdict_is_obeyed_after_a_signal(record: Round | None, expected: str)
         "_undo": lambda: happened.append("undone"),
     }
     with pytest.raises(Interrupted):
-        exchange._until(("commit",), "for others")
+        exchange._until(("commit",), "others")
     exchange._settle()
     assert happened == [expected]

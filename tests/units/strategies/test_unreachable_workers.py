@@ -41,7 +41,7 @@ def test_the_way_to_worker_0_is_named_and_put_back(monkeypatch: pytest.MonkeyPat
     assert name == "eth0"
     assert said == [
         "The name of this machine, debian, has the address 127.0.1.1, which other machines cannot "
-        "reach. Gloo uses eth0 (10.0.0.2), which leads to worker 0."
+        "reach. Gloo uses eth0 (10.0.0.2), which they can reach."
     ]
     assert VARIABLE not in os.environ
 

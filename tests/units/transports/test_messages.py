@@ -154,6 +154,7 @@ class Says(Transport):
 
     def __init__(self, *texts: bytes) -> None:
         self.texts = texts
+        self.worker, self.workers = 0, len(texts)
 
     def fulfil(self, request: Request) -> Reply:
         assert isinstance(request, Gather)

@@ -1,6 +1,6 @@
 """One table of the thesis's experiment across sizes of the model and numbers of workers.
 
-    python benchmarks/thesis_cells.py runs/tune/thesis_ptb_h*_w*
+    python benchmarks/papers/thesis_cells.py runs/tune/thesis_ptb_h*_w*
 
 Reads the tables of reports that `examples/tune_language_model.py configs/thesis.yaml` has written,
 one for each size and number of workers, and prints Markdown: test perplexity (Figures 5.2 to 5.4

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import dated_page
 import torch
@@ -110,7 +113,7 @@ def main() -> None:
     options = parser.parse_args()
     text = f"""{dated_page.title("Densities")}
 
-`python benchmarks/densities.py`: elements sent over elements wanted, median and range, of
+`python benchmarks/papers/densities.py`: elements sent over elements wanted, median and range, of
 {options.draws} tensors of {options.numel:,} elements, and of the large matrices of a two-layer LSTM
 in its steps {options.steps // 4} to {options.steps}, without and with error feedback.
 """

@@ -4,10 +4,10 @@ Of the medium model dense against Top-k 50x, of the small one dense and each met
 ratio. 50x is the thesis's own count of density 1 %, in which a value and its index take 64 bits;
 the table has the ratio of bytes beside it.
 
-    python benchmarks/penn_treebank.py --data ptb/ --method dense --epochs 50
-    python benchmarks/penn_treebank.py --data ptb/ --method topk_50x --epochs 50
-    python benchmarks/penn_treebank.py --data ptb/ --size small --method dgc_5000x --epochs 50
-    python benchmarks/penn_treebank.py --table --size small
+    python benchmarks/papers/penn_treebank.py --data ptb/ --method dense --epochs 50
+    python benchmarks/papers/penn_treebank.py --data ptb/ --method topk_50x --epochs 50
+    python benchmarks/papers/penn_treebank.py --data ptb/ --size small --method dgc_5000x
+    python benchmarks/papers/penn_treebank.py --table --size small
 
 Each run writes a line per epoch as it goes, so that one that is cut short says how far it came, and
 tests the weights of its best epoch; a file ``runs/penn_treebank/stop`` ends it after the epoch.
@@ -25,8 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 import dated_page  # noqa: E402
 import optuna  # noqa: E402
@@ -138,8 +138,8 @@ def tabulate(size: str) -> str:
         dated_page.title(f"Penn Treebank, the {size} model"),
         "",
         f"`configs/thesis.yaml`, {UNITS[size]} units, one worker, seed 42, one run of each method",
-        f"by `benchmarks/penn_treebank.py --data ptb/ --size {size} --method NAME`. Rates are",
-        "those that were read off the thesis's figures; nothing was tuned here.",
+        f"by `benchmarks/papers/penn_treebank.py --data ptb/ --size {size} --method NAME`. Rates",
+        "are those that were read off the thesis's figures; nothing was tuned here.",
         f"{versions}, {os.cpu_count()} CPUs, precision {first['precision']}.",
         "",
         "| | " + " | ".join(runs) + " |",

@@ -1,6 +1,6 @@
 """Ours beside the code that was published with four papers: the same weights, step by step?
 
-    python benchmarks/published.py --ef21 DIR --stc DIR --powersgd DIR --sketched DIR
+    python benchmarks/papers/published.py --ef21 DIR --stc DIR --powersgd DIR --sketched DIR
 
 Each DIR is a checkout of yours: of GitHub's IgorSokoloff/ef21_experiments_source_code (NeurIPS
 2021), felisat/federated-learning (STC) and epfml/powersgd (``paper-code``); in the last one are
@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import dated_page
 import numpy as np
@@ -278,9 +280,9 @@ def main() -> None:
     table = markdown(head, rows, left=("", head[-1]))
     text = f"""{dated_page.title("Beside published code")}
 
-`python benchmarks/published.py` with checkouts of all, in float64 unless said: {WORKERS} workers
-with unlike data, the largest difference between two weights of theirs and ours, relative to the
-largest weight; and how far the weights have moved, relative to their norm.
+`python benchmarks/papers/published.py` with checkouts of all, in float64 unless said: {WORKERS}
+workers with unlike data, the largest difference between two weights of theirs and ours, relative
+to the largest weight; and how far the weights have moved, relative to their norm.
 
 {table}"""
     sys.stdout.write(text)

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import dated_page
 import torch
 
@@ -128,7 +130,7 @@ def main() -> None:
     versions = f"{dated_page.versions('torch', 'numpy')}, {os.cpu_count()} CPUs"
     text = f"""{dated_page.title("The hot path on a CPU")}
 
-`python benchmarks/hot_path.py` with {versions}: {options.numel:,} float32, one thread.
+`python benchmarks/papers/hot_path.py` with {versions}: {options.numel:,} float32, one thread.
 Times are multiples of one `copy_` of the tensor, medians of {options.repeats}.
 
 {times}

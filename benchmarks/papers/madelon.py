@@ -35,6 +35,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import dated_page
 import torch
 from dated_page import columns
@@ -222,7 +224,7 @@ def page(seeds: int, tables: str, held: dict[str, bool]) -> str:
     )
     return f"""{dated_page.title("Madelon")}
 
-`python benchmarks/madelon.py --data data/madelon --seeds {seeds}` with
+`python benchmarks/papers/madelon.py --data data/madelon --seeds {seeds}` with
 Python {sys.version.split()[0]}, {versions}, {os.cpu_count()} CPUs.
 
 Logistic regression, {WORKERS} simulated workers, {EPOCHS} epochs of 100 steps, error feedback in
