@@ -31,9 +31,8 @@ test: $(VENV)/.test ## everything that CI runs; the first three keep one core bu
 	@$(MAKE) --no-print-directory tests
 
 # Without processes, without the laws of every method, without tests that take seconds, and without
-# two files that start Python again and again.
-QUICK := tests/units tests/structure --ignore tests/structure/test_new_compressor.py \
-	--ignore tests/units/strategies/test_two_lightning_packages.py
+# a file that starts Python again and again.
+QUICK := tests/units tests/structure --ignore tests/units/strategies/test_two_lightning_packages.py
 quick: check ## check, then the tests of modules and of the sources, without processes (90 s): ARGS="-k topk"
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not processes and not nightly and not slow" $(QUICK) $(ARGS)
 

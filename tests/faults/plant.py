@@ -6,9 +6,8 @@ is made in the copy, and the tests that should see it are run there until one fa
 night if none by day does. A fault that no test finds marks a hole in the tests.
 
 Meant for nights, and for after code has moved: ``make faults``, with ``ARGS="--only ID ..."`` or
-``ARGS=--list``. With ``ARGS="--results FILE"`` a run that was stopped continues where it was. The
-exit status is 1 if a fault is not found, cannot be planted, or is found by a test that fails
-without it as well.
+``ARGS=--list``. The exit status is 1 if a fault is not found, cannot be planted, or is found by a
+test that fails without it as well.
 """
 
 from __future__ import annotations
@@ -70,24 +69,12 @@ class Result:
     said: str = ""
     seconds: float = 0.0
 
-    def as_line(self) -> str:
-        """Return a line of JSON, with the changes made: another change is another fault."""
-        return json.dumps(_plain(self.fault) | asdict(self), ensure_ascii=False) + "\n"
-
-
-def _plain(fault: Fault) -> dict[str, Any]:
-    return {"fault": json.loads(json.dumps(asdict(fault)))}
-
-
-def found_before(path: Path | None, faults: Sequence[Fault]) -> dict[str, Result]:
-    """Return the faults that an earlier run has found, of those that have not changed since."""
-    if path is None or not path.is_file():
-        return {}
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if row["status"] == "found"]
-    known = {row["fault"]["id"]: row for row in rows}
-    same = [f for f in faults if f.id in known and _plain(f)["fault"] == known[f.id]["fault"]]
-    return {f.id: Result(**known[f.id] | {"fault": f}) for f in same}
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for a JSON file."""
+        files = [edit.file for edit in self.fault.edits]
+        known = {"id": self.fault.id, "area": self.fault.area, "files": files}
+        rest = {name: value for name, value in asdict(self).items() if name != "fault"}
+        return known | {"wrong": self.fault.wrong} | rest | {"missed": self.fault.missed}
 
 
 @contextlib.contextmanager
@@ -248,9 +235,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="ID", help="these faults, or whole areas")
     parser.add_argument("--list", action="store_true", help="show what would be planted, and end")
-    parser.add_argument(
-        "--results", type=Path, metavar="FILE", help="write them there; do not repeat what it has"
-    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write results there as well")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time (1)")
     parser.add_argument("--timeout", type=float, default=100.0, help="seconds for one test (100)")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the tree to copy (this one)")
@@ -271,20 +256,19 @@ def main(given: Sequence[str] | None = None) -> int:
             sys.stdout.write(f"{f.area:14}  {f.id:32}  {f.edits[0].file}\n    {f.wrong}\n")
         return 0
     tree = options.tree.resolve()
-    found = found_before(options.results, faults)
-    left = [fault for fault in faults if fault.id not in found]
+    results = []
     with ThreadPoolExecutor(max_workers=options.jobs) as pool:
         each = map if options.jobs == 1 else pool.map  # Ctrl-C is heard where there is no thread
-        for result in each(lambda fault: examine(fault, tree, options.timeout), left):
-            found[result.fault.id] = result
+        for result in each(lambda fault: examine(fault, tree, options.timeout), faults):
+            results.append(result)
             sys.stderr.write(
                 f"{result.fault.id}: {result.status} {result.found_by or result.said}\n"
             )
-            if options.results:  # at once: a run may be stopped
-                with options.results.open("a", encoding="utf-8") as file:
-                    file.write(result.as_line())
-    results = sound([found[fault.id] for fault in faults], tree, options.timeout)
+    results = sound(results, tree, options.timeout)
     sys.stdout.write(table(results))
+    if options.json:
+        rows = [result.as_dict() for result in results]
+        options.json.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
     return int(any(result.status != "found" for result in results))
 
 
