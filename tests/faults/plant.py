@@ -35,7 +35,7 @@ from tests.faults.fault import CannotPlant, Fault, changed_files, load
 
 PACKAGE, TESTS = "lightning_gc", "tests"
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "site")
+LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "mutants", "runs", "site")
 """Not copied: what is made from the sources, and everything hidden."""
 
 KERNELS = Path("lightning_gc") / "kernels" / "host"
