@@ -89,7 +89,8 @@ def copied(tree: Path) -> Iterator[Path]:
             link = copy.joinpath(*name.split("."))
             if name and not link.exists():
                 link.symlink_to(copy / place, target_is_directory=True)
-        for compiled in (tree / KERNELS / "__pycache__").glob("*.nb[ci]"):
+        cache = tree / KERNELS / "__pycache__"
+        for compiled in (*cache.glob("*.nb[ci]"), *cache.glob("*.compiled")):
             place = copy / compiled.relative_to(tree)
             place.parent.mkdir(exist_ok=True)
             shutil.copy2(compiled, place)
