@@ -138,7 +138,9 @@ def _pytest(copy: Path, command: list[str]) -> None:
     code = int(pytest.main(command))
     ours = [module for name, module in sys.modules.items() if _is_copied(name)]
     files = [Path(file).resolve() for m in ours if (file := getattr(m, "__file__", None))]
-    sys.exit(code if all(file.is_relative_to(copy) for file in files) else ELSEWHERE)
+    sys.stdout.flush()
+    # At once: leaving by `sys.exit` waits for processes of the tests, which a fault may keep alive.
+    os._exit(code if all(file.is_relative_to(copy) for file in files) else ELSEWHERE)
 
 
 def _is_copied(module: str) -> bool:
