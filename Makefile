@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test quick check docs docs-tables kernels tests faults soak soak-elastic gpu-check matrix release changelog \
+.PHONY: help demo vision tune-demo test quick check docs docs-tables kernels tests faults mutants soak soak-elastic gpu-check matrix release changelog \
 	catalogue bench-bytes bench-controllers bench-network bench-advice bench-scaling clean
 
 help: ## what can be made
@@ -31,9 +31,8 @@ test: $(VENV)/.test ## everything that CI runs; the first three keep one core bu
 	@$(MAKE) --no-print-directory tests
 
 # Without processes, without the laws of every method, without tests that take seconds, and without
-# two files that start Python again and again.
-QUICK := tests/units tests/structure --ignore tests/structure/test_new_compressor.py \
-	--ignore tests/units/strategies/test_two_lightning_packages.py
+# a file that starts Python again and again.
+QUICK := tests/units tests/structure --ignore tests/units/strategies/test_two_lightning_packages.py
 quick: check ## check, then the tests of modules and of the sources, without processes (90 s): ARGS="-k topk"
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not processes and not nightly and not slow" $(QUICK) $(ARGS)
 
@@ -58,8 +57,14 @@ kernels: $(VENV)/.test # else each process of the tests compiles them
 tests: $(VENV)/.test ## pytest in two processes; choose with ARGS="-k topk"
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-faults: $(VENV)/.test ## plant deliberate faults, see which test finds each (an hour): ARGS="--only ID", ARGS=--list
-	$(BIN)/python -m tests.faults.plant $(ARGS)
+faults: kernels ## plant deliberate faults, see which test finds each (20 minutes): ARGS="--only ID", ARGS=--list
+	$(BIN)/python -m tests.faults.plant --jobs 2 $(ARGS)
+
+mutants: kernels ## change the engine, codecs and roll everywhere, list changes that no test sees (hours): ARGS="lightning_gc.engine.*"
+	$(PIP) install -q -c constraints.txt -e '.[mutants]'
+	$(BIN)/mutmut run --max-children 2 $(ARGS)
+	@mkdir -p runs
+	$(BIN)/mutmut results | grep survived >runs/mutants-$$(date +%Y%m%d).txt || test $$? = 1
 
 soak: $(VENV)/.test ## random runs, random faults, restarts (a round takes about 5 s): ARGS="--rounds 1000 --out soak.jsonl"
 	$(BIN)/python -m tests.soak $(ARGS)

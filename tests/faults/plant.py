@@ -35,7 +35,7 @@ from tests.faults.fault import CannotPlant, Fault, changed_files, load
 
 PACKAGE, TESTS = "lightning_gc", "tests"
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "site")
+LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "mutants", "runs", "site")
 """Not copied: what is made from the sources, and everything hidden."""
 
 KERNELS = Path("lightning_gc") / "kernels" / "host"
@@ -89,7 +89,8 @@ def copied(tree: Path) -> Iterator[Path]:
             link = copy.joinpath(*name.split("."))
             if name and not link.exists():
                 link.symlink_to(copy / place, target_is_directory=True)
-        for compiled in (tree / KERNELS / "__pycache__").glob("*.nb[ci]"):
+        cache = tree / KERNELS / "__pycache__"
+        for compiled in (*cache.glob("*.nb[ci]"), *cache.glob("*.compiled")):
             place = copy / compiled.relative_to(tree)
             place.parent.mkdir(exist_ok=True)
             shutil.copy2(compiled, place)
@@ -137,7 +138,9 @@ def _pytest(copy: Path, command: list[str]) -> None:
     code = int(pytest.main(command))
     ours = [module for name, module in sys.modules.items() if _is_copied(name)]
     files = [Path(file).resolve() for m in ours if (file := getattr(m, "__file__", None))]
-    sys.exit(code if all(file.is_relative_to(copy) for file in files) else ELSEWHERE)
+    sys.stdout.flush()
+    # At once: leaving by `sys.exit` waits for processes of the tests, which a fault may keep alive.
+    os._exit(code if all(file.is_relative_to(copy) for file in files) else ELSEWHERE)
 
 
 def _is_copied(module: str) -> bool:

@@ -1,4 +1,4 @@
-"""Every planted fault still fits the source; at night, every one is found by a test."""
+"""Every planted fault still fits the source; ``make faults`` shows at night that each is found."""
 
 import ast
 from pathlib import Path
@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 
 from tests.faults.fault import Fault, changed_files, load
-from tests.faults.plant import ROOT, main
+from tests.faults.plant import ROOT
 
 FAULTS = load()
 
+MOST = 155
+"""A fault quotes source word for word, so who changes that source edits the fault. Only falls."""
 
-def test_there_are_enough_and_each_has_a_name_of_its_own() -> None:
-    assert len({fault.id for fault in FAULTS}) == len(FAULTS) >= 40
+
+def test_they_are_few() -> None:
+    assert 40 <= len(FAULTS) <= MOST
 
 
 def defined(file: Path) -> set[str]:
@@ -31,10 +34,3 @@ def test_it_can_be_planted(fault: Fault) -> None:
         name = test.partition("::")[0].partition("[")[0]
         assert not name or name in defined(ROOT / file), selection
         assert (ROOT / file).is_file(), selection
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3 * 3600)
-def test_every_fault_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    status = main([])
-    assert status == 0, capsys.readouterr().out
