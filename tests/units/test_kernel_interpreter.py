@@ -48,7 +48,8 @@ def test_launches_in_the_interpreter() -> None:
 
 
 KERNELS = Path("tests/units/kernels")
-ELSEWHERE = {"compiled_before_the_first_step", "compiles", "numba", "on_gpu"}  # no interpreter
+# They use no interpreter.
+ELSEWHERE = {"cold_start", "compiled_before_the_first_step", "compiles", "numba", "on_gpu"}
 FILES = {path.stem.removeprefix("test_"): path for path in (ROOT / KERNELS).glob("test_*.py")}
 SELECTED = [f"test_{name}.py" for name in sorted(FILES.keys() - ELSEWHERE - {"buckets"})]
 # All of these take ten minutes, so each test is apart.
