@@ -90,8 +90,9 @@ class Machine:
 
     def __init__(self, site: Site, name: str) -> None:
         self.site, self.terms = site, site.terms
-        terms = {"min_workers": 2, "grace": self.terms.grace, "timeout": self.terms.timeout}
-        self.member = Member(Report(name, address=name, settings="same", **terms))  # type: ignore[arg-type]
+        terms = self.terms
+        report = Report(name, address=name, grace=terms.grace, timeout=terms.timeout)
+        self.member = Member(report)  # min_workers is 2 by default, and all have the same settings
         self.died = math.inf
         self.round = self.position = 0
         self._cursor, self._beat = len(site.log), 0

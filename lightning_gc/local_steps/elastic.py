@@ -245,8 +245,8 @@ class ElasticExchange:
         island: the processes of this worker.
 
     Raises:
-        ValueError: in a job with another number of processes; other settings than the run's;
-            another secret or version than the rendezvous's.
+        ValueError: in a job with another number of processes, with other settings than the run's,
+            or with another secret or version than the rendezvous's.
         RuntimeError: no rendezvous, or too few workers, for ``patience`` seconds.
         ReplicaError: members had different results three times in a row.
     """

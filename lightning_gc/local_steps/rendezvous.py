@@ -55,6 +55,7 @@ from lightning_gc.local_steps.roll import (
     check_roll,
     entry_of,
     in_words,
+    legible,
     workers_in_words,
 )
 from lightning_gc.local_steps.roll_file import BusyError, RollFile
@@ -144,7 +145,9 @@ class Chronicle:
         match entry:
             case Numbered(token, number, address):
                 self._numbers[token] = number
-                return [f"{self._who(token)} has come from {address or 'an unknown address'}."]
+                return [
+                    f"{self._who(token)} has come from {legible(address) or 'an unknown address'}."
+                ]
             case Refused(token, why):
                 return [f"{self._who(token)} is refused: {why}."]
             case Enter(token, donor=donor):

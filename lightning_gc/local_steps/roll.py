@@ -615,8 +615,14 @@ _NAMED = 3
 """Most settings that a refusal names."""
 
 
+def legible(text: str) -> str:
+    """Return a text that another process has sent as a terminal may show it: on one short line."""
+    shown = "".join(each if each.isprintable() else "?" for each in text[:300])
+    return shown if len(text) <= 300 else f"{shown}..."
+
+
 def differing(own: Mapping[str, str], others: Mapping[str, str]) -> str:
-    """Return which settings of a worker are not those of the run, as a clause.
+    """Return a clause that names the settings in which a worker differs from the run.
 
     Example:
         >>> differing({"every": "8"}, {"every": "16"})
@@ -624,8 +630,8 @@ def differing(own: Mapping[str, str], others: Mapping[str, str]) -> str:
     """
     names = [n for n in {**own, **others} if own.get(n) != others.get(n)]
     said = [
-        f"{name} is {own.get(name, 'not known')} here, and {others.get(name, 'not known')} in the "
-        f"run"
+        f"{legible(name)} is {legible(own.get(name, 'not known'))} here, and "
+        f"{legible(others.get(name, 'not known'))} in the run"
         for name in names[:_NAMED]
     ]
     more = f", and {len(names) - _NAMED} more differ" if len(names) > _NAMED else ""
@@ -1090,7 +1096,11 @@ def _unlike(reports: Sequence[Report]) -> str:
             if len({r.settings.get(name) for r in reports}) > 1
         }
     )
-    return f", and {_workers(reports)} differ in {', '.join(names[:_NAMED])}" if names else ""
+    return (
+        f", and {_workers(reports)} differ in {', '.join(map(legible, names[:_NAMED]))}"
+        if names
+        else ""
+    )
 
 
 def _workers(reports: Sequence[Report]) -> str:

@@ -1,4 +1,4 @@
-"""What a rendezvous tells of its decisions, and of long waits, in sentences."""
+"""A rendezvous tells its decisions and long waits in sentences."""
 
 from lightning_gc.core.notices import AGAIN, FIRST
 from lightning_gc.local_steps.rendezvous import Chronicle

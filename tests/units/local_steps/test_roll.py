@@ -431,6 +431,9 @@ def test_a_worker_is_told_which_setting_differs() -> None:
         "and SGD in the run, and 2 more differ. Give all workers the same settings"
     )
     assert differing({}, {"island": "2"}).startswith("island is not known here, and 2 in the run.")
+    hostile = differing({"every": "\x1b[2J" + "8" * 1000}, {"every": "16"})
+    assert hostile.isprintable()
+    assert len(hostile) < 400
 
 
 def test_a_keeper_says_for_whom_workers_wait() -> None:
