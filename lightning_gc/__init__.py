@@ -15,8 +15,8 @@ from lightning_gc import flavours as _flavours
 
 if _TYPE_CHECKING:
     from lightning_gc.advice import advise as advise
-    from lightning_gc.attachment.local_steps import LocalSteps as LocalSteps
     from lightning_gc.attachment.plain_torch import attach as attach
+    from lightning_gc.attachment.plain_torch_local_steps import LocalSteps as LocalSteps
     from lightning_gc.compressors import *
     from lightning_gc.lightning.fabric_for_pytorch_lightning import (
         CompressedFabricStrategy as CompressedFabricStrategy,
@@ -42,12 +42,12 @@ if _TYPE_CHECKING:
     from lightning_gc.lightning.for_pytorch_lightning import (
         SimulatedLocalStepsStrategy as SimulatedLocalStepsStrategy,
     )
+    from lightning_gc.local_steps import Elastic as Elastic
     from lightning_gc.local_steps import GrowingRounds as GrowingRounds
     from lightning_gc.local_steps import InnerMoments as InnerMoments
     from lightning_gc.local_steps import OuterSGD as OuterSGD
     from lightning_gc.local_steps import RadialDirectional as RadialDirectional
     from lightning_gc.local_steps import Unequal as Unequal
-    from lightning_gc.local_steps.elastic import Elastic as Elastic
     from lightning_gc.local_steps.roll import Roll as Roll
     from lightning_gc.memories import *
     from lightning_gc.schemes import *
@@ -59,10 +59,10 @@ __version__ = "0.2.0"
 
 _FAMILIES = {"compressors": "Compressor", "memories": "Memory", "schemes": "Scheme"}
 _SINGLE = {
-    "Elastic": "local_steps.elastic",
+    "Elastic": "local_steps",
     "GrowingRounds": "local_steps",
     "InnerMoments": "local_steps",
-    "LocalSteps": "attachment.local_steps",
+    "LocalSteps": "attachment.plain_torch_local_steps",
     "NetworkModel": "transports.network_model",
     "OuterSGD": "local_steps",
     "RadialDirectional": "local_steps",
@@ -79,9 +79,9 @@ _EITHER_LIGHTNING = {
     "CompressedFabricStrategy": "lightning.fabric.CompressedFabric",
     "CompressedHSDPStrategy": "lightning.hsdp.CompressedHSDP",
     "CompressionMonitor": "lightning.monitor.Monitor",
-    "LocalStepsStrategy": "lightning.local_steps.LocalSteps",
+    "LocalStepsStrategy": "lightning.local_steps_strategy.LocalSteps",
     "SimulatedDDPStrategy": "lightning.simulation.ddp.SimulatedDDP",
-    "SimulatedLocalStepsStrategy": "lightning.simulation.local_steps.SimulatedLocalSteps",
+    "SimulatedLocalStepsStrategy": "lightning.simulation.simulated_local_steps.SimulatedLocalSteps",
 }
 
 

@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import inspect
 import math
+import typing
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from lightning_gc.core.registry import default_of, did_you_mean
 
@@ -16,6 +17,9 @@ _NUMBERS = (*_WHOLE, "float", "float | None", float, float | None)
 
 _SHARE = "density"
 """Field that is a share of elements, in every class: see "Words" in CONTRIBUTING."""
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class CheckedCalls(ABCMeta):
@@ -97,6 +101,31 @@ def unknown_argument(cls: type, name: str, known: Collection[str], instead: str 
 
 def _listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def takes_fields(settings: type) -> Callable[[Function], Function]:
+    """Let the signature of a function with ``**keywords`` list the fields of a frozen value too.
+
+    The function takes these keywords out itself. So each field is declared once, and ``help``,
+    completion and LightningCLI see it as an argument.
+    """
+
+    def listed(function: Function) -> Function:
+        own = inspect.signature(function)
+        types = typing.get_type_hints(settings)
+        fields = [
+            inspect.Parameter(
+                f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name]
+            )
+            for f in dataclasses.fields(settings)
+            if f.repr
+        ]
+        *named, keywords = own.parameters.values()
+        parameters = [*named, *fields, keywords]
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return listed
 
 
 class Settings(metaclass=CheckedCalls):

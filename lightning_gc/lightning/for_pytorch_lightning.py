@@ -14,11 +14,11 @@ from pytorch_lightning.utilities.data import _update_dataloader
 from lightning_gc.lightning.ddp import CompressedDDP
 from lightning_gc.lightning.fsdp import CompressedFSDP
 from lightning_gc.lightning.hsdp import CompressedHSDP
-from lightning_gc.lightning.local_steps import LocalSteps
+from lightning_gc.lightning.local_steps_strategy import LocalSteps
 from lightning_gc.lightning.monitor import Monitor
 from lightning_gc.lightning.names import register
 from lightning_gc.lightning.simulation.ddp import SimulatedDDP
-from lightning_gc.lightning.simulation.local_steps import SimulatedLocalSteps
+from lightning_gc.lightning.simulation.simulated_local_steps import SimulatedLocalSteps
 from lightning_gc.lightning.workarounds import FirstCallback
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_gc.core import Flow, Gather, Mean, Reply, Request
 from lightning_gc.core.digest import digest
 from lightning_gc.exchange.workers import local_part, reshard
-from lightning_gc.local_steps.round_plan import Outer
+from lightning_gc.local_steps.outer_step import Outer
 
 
 class Fragment:

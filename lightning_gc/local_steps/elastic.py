@@ -1,4 +1,4 @@
-"""Elastic and ElasticExchange: local steps whose workers may die, leave and join between rounds."""
+"""ElasticExchange: local steps whose workers may die, leave and join between rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from lightning_gc.core import TEXT, WHOLE, Each, Flow, Record
 from lightning_gc.core.digest import ReplicaError
 from lightning_gc.core.notices import say, waiting
 from lightning_gc.core.pytree import Tree, each_tensor
-from lightning_gc.core.settings import Settings
 from lightning_gc.core.state_structure import ERRORS
 from lightning_gc.engine.error_buffers import to_host
 from lightning_gc.exchange.kernel_compilation import compile_kernels
@@ -37,7 +36,7 @@ from lightning_gc.exchange.validation import MODEL, digest_of, refuse_unknown_de
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.local_steps.channel import Seal
 from lightning_gc.local_steps.local_rounds import LocalRounds
-from lightning_gc.local_steps.rendezvous import Line, check_secret, host_and_port, is_host
+from lightning_gc.local_steps.rendezvous import Line, host_and_port
 from lightning_gc.local_steps.roll import (
     Called,
     Do,
@@ -50,6 +49,7 @@ from lightning_gc.local_steps.roll import (
     in_words,
     workers_in_words,
 )
+from lightning_gc.local_steps.round_plan import Elastic
 from lightning_gc.local_steps.snapshot import (
     Door,
     Wire,
@@ -73,121 +73,12 @@ _TRIES = 3
 """How often a snapshot is fetched from the same donor."""
 _WAITS = 8.0
 """Seconds after which a worker says for whom it waits: a rendezvous tells it every 5 s."""
-_LONGEST = 1e9
-"""Most seconds that a worker can be told to wait; beyond, the system's clocks overflow."""
-
-
-@dataclass(frozen=True)
-class Elastic(Settings):
-    """Let workers of local steps die, leave and join while the others go on.
-
-    Every worker is a job of its own: ``Trainer(devices=1, num_nodes=1, max_steps=...)`` with the
-    same ``LocalStepsStrategy``. One more job joins a run; a job that gets Ctrl-C or SIGTERM leaves
-    it. A round is committed when all its members have the same result; if one of them dies, the
-    others repeat the round with the same differences and errors. With
-    ``LocalStepsStrategy(island=N)`` each job has N processes, which end together.
-
-    Args:
-        rendezvous: ``"host:port"``, where ``lightning-gc rendezvous`` listens. If nobody listens
-            there and it is an address of this machine, this job does.
-        min_workers: fewest members of a round. With fewer, workers wait.
-        grace: seconds that a round waits, after its first member has asked for it, for those that
-            have not. A worker that comes later loses its steps of the round. A worker that has
-            been silent for so long is not waited for. A run begins as late after the first
-            ``min_workers`` have come.
-        timeout: seconds of a message between workers. A worker that says nothing for so long is
-            dead.
-        patience: seconds that a worker waits for a rendezvous, or for ``min_workers``.
-        secret: a long random text that all jobs and the rendezvous share, such as one of ``openssl
-            rand -base64 32``. Without it everybody who reaches the rendezvous may take part, and
-            change the training.
-        number: this worker's number; None: the rendezvous gives one.
-        address: host that the other workers reach this machine by; None: its address on the way
-            to the rendezvous.
-        ports: first and last port on which it serves snapshots to workers that join; None: any.
-        roll: file to which the roll is written, if this job serves the rendezvous. A run of the
-            file continues there. Another run gets the file, and the former rounds a free name.
-
-    Raises:
-        ValueError: no ``"host:port"``, an empty secret, or a number out of range.
-
-    Example:
-        >>> from lightning_gc import Elastic
-        >>> Elastic("10.0.0.1:29400", min_workers=3, secret="a long text")
-        Elastic(rendezvous='10.0.0.1:29400', min_workers=3, grace=5.0, timeout=30.0)
-    """
-
-    rendezvous: str
-    min_workers: int = 2
-    grace: float = 5.0
-    timeout: float = 30.0
-    patience: float = field(default=600.0, repr=False)
-    secret: str | None = field(default=None, repr=False)
-    number: int | None = field(default=None, repr=False)
-    address: str | None = field(default=None, repr=False)
-    ports: tuple[int, int] | None = field(default=None, repr=False)
-    roll: str | Path | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        host_and_port(self.rendezvous, "Elastic", "rendezvous")
-        check_secret(self.secret, "Elastic")
-        if not _is_whole(self.min_workers) or self.min_workers < 1:
-            raise ValueError(
-                f"Elastic(min_workers={self.min_workers!r}): use 1 or more, such as 2, as an int."
-            )
-        for name, least in (("grace", 0.0), ("timeout", 1.0), ("patience", 1.0)):
-            seconds = getattr(self, name)
-            number = isinstance(seconds, float | int) and not isinstance(seconds, bool)
-            if not number or not least <= seconds <= _LONGEST:
-                raise ValueError(
-                    f"Elastic({name}={seconds!r}): give {least:g} seconds or more, such as 30, and "
-                    f"at most {_LONGEST:g}."
-                )
-        if self.number is not None and (not _is_whole(self.number) or self.number < 0):
-            raise ValueError(
-                f"Elastic(number={self.number!r}): numbers begin with 0; give an int, or leave it "
-                f"out."
-            )
-        if self.address is not None and not (
-            isinstance(self.address, str) and is_host(self.address)
-        ):
-            raise ValueError(
-                f"Elastic(address={self.address!r}): give this machine's host without a port, such "
-                f"as '10.0.0.2'."
-            )
-        if self.ports is not None and not _are_ports(self.ports):
-            raise ValueError(
-                f"Elastic(ports={self.ports!r}): give the first and the last port, such as "
-                f"(29500, 29520)."
-            )
-        if self.roll is not None and (not isinstance(self.roll, str | Path) or not str(self.roll)):
-            raise ValueError(
-                f"Elastic(roll={self.roll!r}): give the name of a file, such as 'roll.jsonl'."
-            )
-
-
-def check_elastic(elastic: Any, owner: str) -> None:
-    """Raise ValueError if an argument ``elastic`` is neither None nor an ``Elastic``."""
-    if elastic is not None and not isinstance(elastic, Elastic):
-        where = elastic if isinstance(elastic, str) else "10.0.0.1:29400"
-        raise ValueError(
-            f"{owner}(elastic={elastic!r}): give elastic=Elastic({where!r}), or leave it out."
-        )
 
 
 def _is_loopback(host: str) -> bool:
     with suppress(OSError, ValueError):
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     return False
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int  # reports are JSON, and 2.0 or True is not a count there
-
-
-def _are_ports(ports: Any) -> bool:
-    pair = isinstance(ports, tuple | list) and len(ports) == 2 and all(map(_is_whole, ports))
-    return pair and 0 < ports[0] <= ports[1] < 1 << 16
 
 
 class Loop(Protocol):

@@ -36,7 +36,7 @@ from lightning_gc.exchange.peers import Parts, explaining
 from lightning_gc.exchange.workers import Shapes, Workers, local_part, plain_name, reshard
 from lightning_gc.local_steps.common_weights import CommonWeights, Fragment, mean_of
 from lightning_gc.local_steps.inner_moments import Moments
-from lightning_gc.local_steps.round_plan import MIXED, Outer, RoundPlan
+from lightning_gc.local_steps.round_plan import MIXED, RoundPlan
 from lightning_gc.local_steps.unequal import Clock, Share, Unequal, WallClock
 
 ROUNDS, MODULE = "local_steps", "module"
@@ -118,19 +118,18 @@ class LocalRounds:
         names: parameter -> name, of all that are trained.
         engine: this worker's.
         exchanger: exchanges.
-        plan: when, and in how many fragments.
-        outer: the step that is made with the mean.
+        plan: of the rounds.
         present: the module holds this worker's weights within it, and whenever a method is called.
-        unequal: how workers that differ share a round; None: they are equal.
         clock: this worker's; None: the real time.
         parts: sums over the processes of this worker, if each has a part of the parameters.
 
     Attributes:
+        names: exchanged parameter -> name.
         weights: the common ones.
         share: this worker's in the rounds.
         position: steps of the round that are done.
         chosen: H as a controller has set it; None: the plan's.
-        length: H of this round; of growing ones ``plan.every`` until it is known.
+        length: H of this round; of growing ones ``plan.shortest`` until it is known.
         rate: learning rate before this round, if rounds grow; None before the first one.
         since: by fragment, steps since its last exchange began.
         waited: steps since an exchange has arrived.
@@ -158,14 +157,13 @@ class LocalRounds:
         engine: Engine,
         exchanger: Exchanger,
         plan: RoundPlan,
-        outer: Outer,
         present: Callable[[], AbstractContextManager[None]] = nullcontext,
-        unequal: Unequal | None = None,
         clock: Clock | None = None,
         parts: Parts = Parts(),  # noqa: B008 - has no state
     ) -> None:
         self.present, self._parts = present, parts
         self._engine, self._exchanger, self.plan = engine, exchanger, plan
+        self.names = names
         params = {name: param for param, name in names.items()}
 
         def buffers() -> dict[str, Tensor]:
@@ -176,10 +174,10 @@ class LocalRounds:
             every = module.named_parameters()
             return {plain_name(n): local_part(p) for n, p in every if p not in names}
 
-        self.weights = CommonWeights(module, params, buffers, untrained, plan.fragments, outer)
+        self.weights = CommonWeights(module, params, buffers, untrained, plan.fragments, plan.outer)
         self.share = Share(
-            EQUAL if unequal is None else unequal,
-            outer,
+            plan.unequal or EQUAL,
+            plan.outer,
             plan.fragments,
             engine.worker,
             engine.workers,
@@ -187,7 +185,7 @@ class LocalRounds:
             clock or WallClock(next(iter(names)).device),
         )
         self.position = 0
-        self.length = plan.every
+        self.length = plan.shortest
         self.chosen: int | None = None
         self.rate: float | None = None
         self.since = [0] * plan.fragments
@@ -221,7 +219,7 @@ class LocalRounds:
     @property
     def every(self) -> int:
         """H of the rounds to come, unless they grow."""
-        return self.plan.every if self.chosen is None else self.chosen
+        return self.plan.shortest if self.chosen is None else self.chosen
 
     def set_every(self, every: int | None) -> None:
         """Set H from the next round on; from this one, if it has not begun. None: the plan's.

@@ -1,98 +1,26 @@
-"""Settings of local steps: RoundPlan, GrowingRounds, OuterSGD and RadialDirectional."""
+"""RoundPlan: the settings of local steps, declared and checked once; GrowingRounds, Elastic."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Never, Self
 
-from torch import Tensor
-
+from lightning_gc.compressors import Compressor
+from lightning_gc.controllers import Controller
 from lightning_gc.core.settings import Settings
 from lightning_gc.local_steps.inner_moments import InnerMoments
+from lightning_gc.local_steps.outer_step import Outer, OuterSGD, RadialDirectional
+from lightning_gc.local_steps.rendezvous import check_secret, host_and_port, is_host
+from lightning_gc.local_steps.unequal import Unequal
+from lightning_gc.memories import Memory
 
 MIXED = 0.5
 """Share of a worker's own weights in ``merge="mix"``."""
-
-
-@dataclass(frozen=True)
-class RoundPlan:
-    """When a round of H steps exchanges which fragment.
-
-    Fragment i of P is exchanged after ``⌈(i + 1)·H/P⌉`` steps of the round, so each every H steps.
-    Its result is taken over ``delay`` steps later, while training continues.
-
-    Args:
-        owner: the strategy, for error messages.
-        every: H.
-        fragments: P, at least 1. More make smaller messages, one after the other.
-        delay: steps, fewer than between two exchanges. 0: workers wait for the result.
-        merge: with a delay, ``"rebase"``: to the new common weights is added how far the worker has
-            come since it has sent; ``"mix"``: the mean of these and its own weights.
-        moments: of the optimizers that are averaged too. None: each worker keeps its own.
-        growing: decides on H of each round; ``every`` is the fewest then. None: H is ``every``.
-
-    Raises:
-        ValueError: not a number of steps or fragments, or too large a delay.
-    """
-
-    owner: str
-    every: int
-    fragments: int = 1
-    delay: int = 0
-    merge: Literal["rebase", "mix"] = "rebase"
-    moments: InnerMoments | None = None
-    growing: GrowingRounds | None = None
-
-    def __post_init__(self) -> None:
-        self._check("every", self.every, 1, "optimizer steps between two exchanges", 32)
-        self._check("fragments", self.fragments, 1, "parts of the parameters", 1)
-        self._check("delay", self.delay, 0, "steps until the result is taken over", 0)
-        if self.fragments > self.every:
-            raise ValueError(
-                f"{self.owner}(every={self.every}, fragments={self.fragments}): at most one "
-                f"fragment is exchanged after a step; use fragments={self.every} or fewer."
-            )
-        apart = self.every // self.fragments
-        if self.delay >= apart:
-            raise ValueError(
-                f"{self.owner}(delay={self.delay}): two exchanges are {apart} steps apart, and a "
-                f"result must have been taken over before the next one; use delay={apart - 1} or "
-                f"less, or exchange less often."
-            )
-        if self.merge not in ("rebase", "mix"):
-            raise ValueError(f"{self.owner}(merge={self.merge!r}): use 'rebase' or 'mix'.")
-        if self.moments is not None and self.delay:
-            raise ValueError(
-                f"{self.owner}(moments={self.moments!r}, delay={self.delay}): a mean of moments "
-                f"from {self.delay} steps ago would undo the optimizer's steps since; use delay=0, "
-                f"or moments=None."
-            )
-
-    @classmethod
-    def of(cls, owner: str, every: int | GrowingRounds, *others: Any) -> RoundPlan:
-        """Return the plan of rounds of so many steps, or of growing ones; then as for the class."""
-        growing = every if isinstance(every, GrowingRounds) else None
-        steps = every.base if isinstance(every, GrowingRounds) else every
-        return dataclasses.replace(cls(owner, steps, *others), growing=growing)
-
-    def due(self, position: int, length: int) -> list[int]:
-        """Return the fragment that is exchanged after ``position`` steps of a round, if any.
-
-        Args:
-            position: steps of the round that are done.
-            length: H of this round, at least ``every``.
-        """
-        ends = [-(-(index + 1) * length // self.fragments) for index in range(self.fragments)]
-        return [index for index, end in enumerate(ends) if end == position]
-
-    def _check(self, name: str, value: Any, least: int, what: str, such_as: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(
-                f"{self.owner}({name}={value!r}): give the number of {what}, {least} or more; "
-                f"use {such_as}."
-            )
+_LONGEST = 1e9
+"""Most seconds that a worker can be told to wait; beyond, the system's clocks overflow."""
 
 
 @dataclass(frozen=True)
@@ -160,130 +88,335 @@ class GrowingRounds(Settings):
 
 
 @dataclass(frozen=True)
-class OuterSGD(Settings):
-    """SGD on the common weights θ, with the mean Δ̄ over workers of "θ minus own weights".
+class Elastic(Settings):
+    """Let workers of local steps die, leave and join while the others go on.
 
-    ``v ← μ·v + Δ̄``, then ``θ ← θ − η·v``, or with ``nesterov`` ``θ ← θ − η·(Δ̄ + μ·v)``, as
-    ``torch.optim.SGD`` does. The default, η = 1 and μ = 0, averages the workers' weights (local
-    SGD). Momentum costs one float32 per parameter, the same on all workers.
+    Every worker is a job of its own: ``Trainer(devices=1, num_nodes=1, max_steps=...)`` with the
+    same ``LocalStepsStrategy``. One more job joins a run; a job that gets Ctrl-C or SIGTERM leaves
+    it. A round is committed when all its members have the same result; if one of them dies, the
+    others repeat the round with the same differences and errors. With
+    ``LocalStepsStrategy(island=N)`` each job has N processes, which end together.
 
     Args:
-        lr: η, above 0, constant. Above 1 goes beyond the mean of the weights, below 1 stays behind.
-        momentum: μ, in [0, 1). Higher averages over more rounds; needs hundreds of them.
-        nesterov: Nesterov momentum.
+        rendezvous: ``"host:port"``, where ``lightning-gc rendezvous`` listens. If nobody listens
+            there and it is an address of this machine, this job does.
+        min_workers: fewest members of a round. With fewer, workers wait.
+        grace: seconds that a round waits, after its first member has asked for it, for those that
+            have not. A worker that comes later loses its steps of the round. A worker that has
+            been silent for so long is not waited for. A run begins as late after the first
+            ``min_workers`` have come.
+        timeout: seconds of a message between workers. A worker that says nothing for so long is
+            dead.
+        patience: seconds that a worker waits for a rendezvous, or for ``min_workers``.
+        secret: a long random text that all jobs and the rendezvous share, such as one of ``openssl
+            rand -base64 32``. Without it everybody who reaches the rendezvous may take part, and
+            change the training.
+        number: this worker's number; None: the rendezvous gives one.
+        address: host that the other workers reach this machine by; None: its address on the way
+            to the rendezvous.
+        ports: first and last port on which it serves snapshots to workers that join; None: any.
+        roll: file to which the roll is written, if this job serves the rendezvous. A run of the
+            file continues there. Another run gets the file, and the former rounds a free name.
 
     Raises:
-        ValueError: a value outside these ranges, ``nesterov`` without momentum.
+        ValueError: no ``"host:port"``, an empty secret, or a number out of range.
 
     Example:
-        >>> import torch
-        >>> from lightning_gc import OuterSGD
-        >>> weights = torch.tensor([1.0, 2.0])
-        >>> OuterSGD().step(weights, None, torch.tensor([0.5, -0.5]))
-        >>> weights
-        tensor([0.5000, 2.5000])
-        >>> OuterSGD.diloco()
-        OuterSGD(lr=0.7, momentum=0.9, nesterov=True)
-
-    Reference:
-        Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
-        Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
+        >>> from lightning_gc import Elastic
+        >>> Elastic("10.0.0.1:29400", min_workers=3, secret="a long text")
+        Elastic(rendezvous='10.0.0.1:29400', min_workers=3, grace=5.0, timeout=30.0)
     """
 
-    lr: float = 1.0
-    momentum: float = 0.0
-    nesterov: bool = False
+    rendezvous: str
+    min_workers: int = 2
+    grace: float = 5.0
+    timeout: float = 30.0
+    patience: float = field(default=600.0, repr=False)
+    secret: str | None = field(default=None, repr=False)
+    number: int | None = field(default=None, repr=False)
+    address: str | None = field(default=None, repr=False)
+    ports: tuple[int, int] | None = field(default=None, repr=False)
+    roll: str | Path | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < math.inf:
+        host_and_port(self.rendezvous, "Elastic", "rendezvous")
+        check_secret(self.secret, "Elastic")
+        if not _is_whole(self.min_workers) or self.min_workers < 1:
             raise ValueError(
-                f"OuterSGD(lr={self.lr!r}): the outer learning rate must be above 0; use 1.0, "
-                f"which averages the workers' weights."
+                f"Elastic(min_workers={self.min_workers!r}): use 1 or more, such as 2, as an int."
             )
-        if not 0 <= self.momentum < 1:
+        for name, least in (("grace", 0.0), ("timeout", 1.0), ("patience", 1.0)):
+            seconds = getattr(self, name)
+            number = isinstance(seconds, float | int) and not isinstance(seconds, bool)
+            if not number or not least <= seconds <= _LONGEST:
+                raise ValueError(
+                    f"Elastic({name}={seconds!r}): give {least:g} seconds or more, such as 30, and "
+                    f"at most {_LONGEST:g}."
+                )
+        if self.number is not None and (not _is_whole(self.number) or self.number < 0):
             raise ValueError(
-                f"OuterSGD(momentum={self.momentum!r}): it must be in [0, 1); use 0.9, or 0.0 for "
-                f"none."
+                f"Elastic(number={self.number!r}): numbers begin with 0; give an int, or leave it "
+                f"out."
             )
-        if self.nesterov and not self.momentum:
+        if self.address is not None and not (
+            isinstance(self.address, str) and is_host(self.address)
+        ):
             raise ValueError(
-                "OuterSGD(nesterov=True) needs momentum; use OuterSGD.diloco(), or nesterov=False."
+                f"Elastic(address={self.address!r}): give this machine's host without a port, such "
+                f"as '10.0.0.2'."
+            )
+        if self.ports is not None and not _are_ports(self.ports):
+            raise ValueError(
+                f"Elastic(ports={self.ports!r}): give the first and the last port, such as "
+                f"(29500, 29520)."
+            )
+        if self.roll is not None and (not isinstance(self.roll, str | Path) or not str(self.roll)):
+            raise ValueError(
+                f"Elastic(roll={self.roll!r}): give the name of a file, such as 'roll.jsonl'."
             )
 
-    @classmethod
-    def diloco(cls) -> OuterSGD:
-        """Return DiLoCo's settings."""
-        return cls(lr=0.7, momentum=0.9, nesterov=True)
 
-    def step(self, weights: Tensor, velocity: Tensor | None, mean: Tensor) -> None:
-        """Make one step.
+def _is_whole(value: Any) -> bool:
+    return type(value) is int  # reports are JSON, and 2.0 or True is not a count there
 
-        Products are rounded before they are added: whether they are fused depends on a device's
-        instructions, and on an element's place, and all workers must get the same bits.
 
-        Args:
-            weights: θ, changed in place.
-            velocity: v, changed in place; None without momentum.
-            mean: Δ̄, left as it is.
-        """
-        update = mean
-        if velocity is not None:
-            velocity.mul_(self.momentum).add_(mean)
-            update = (velocity * self.momentum).add_(mean) if self.nesterov else velocity
-        weights.sub_(update * self.lr)
+def _are_ports(ports: Any) -> bool:
+    pair = isinstance(ports, tuple | list) and len(ports) == 2 and all(map(_is_whole, ports))
+    return pair and 0 < ports[0] <= ports[1] < 1 << 16
 
 
 @dataclass(frozen=True)
-class RadialDirectional(Settings):
-    """Average norms and directions of the workers' distances separately, then step as ``sgd`` does.
+class RoundPlan:
+    """Settings of local steps: what is exchanged, when, with whom, and how it is taken over.
 
-    ``Δ̄ = N·φ(Σ_i w_i·φ(Δ_i)/Σ_i w_i)``, ``N = Σ_i w_i·‖Δ_i‖/Σ_i w_i``, ``φ(x) = x/max(‖x‖, 1e-12)``
+    ``LocalStepsStrategy``, ``SimulatedLocalStepsStrategy`` and ``LocalSteps`` take these fields as
+    arguments of their own: ``LocalStepsStrategy(QSGD(4), every=32, island=8)``.
 
-    for each tensor; the weights of ``nn.Embedding`` get the plain mean. w_i are the weights of
-    ``Unequal``, by default 1. Distances of workers that disagree cancel in a mean, so that it is
-    shorter than each; here the step keeps their mean length.
-
-    Each worker compresses ``w_i·W/Σ_j w_j·φ(Δ_i)``, so its error is in units of directions. Law:
-    directions are conserved. The mean that arrives is lengthened to N, so a sparse one would be
-    stretched; sparsifiers are refused.
+    A round has H optimizer steps. Fragment i of P is exchanged after ``⌈(i + 1)·H/P⌉`` of them. Its
+    result is taken over ``delay`` steps later, while training continues.
 
     Args:
-        sgd: the step with Δ̄.
+        every: H, in optimizer steps, at least 1. More sends less, and lets workers drift apart. The
+            last round of a fit is shorter. ``GrowingRounds(alpha)``: H grows as the learning rate
+            falls.
+        outer: the step of the common weights; the default averages the workers' weights.
+            ``RadialDirectional`` averages norms and directions separately.
+        delay: steps of overlap, fewer than between two exchanges. 0: workers wait. Else training
+            goes on during the exchange, and its result is taken over so many steps later.
+        merge: with a delay, how. ``"rebase"``: the new common weights, plus how far the worker has
+            come since it has sent. ``"mix"``: the mean of these and its own weights.
+        fragments: P, at least 1. Parameters are exchanged in so many parts, one after the other,
+            each every H steps: smaller messages, more evenly spread.
+        moments: ``InnerMoments()`` averages moments of the optimizers too, every few rounds. None:
+            each worker keeps its own.
+        unequal: how workers that differ in speed, data or health share a round; None: all make H
+            steps and count equally.
+        island: N, the number of consecutive ranks that train as one worker, such as a node's. They
+            average their gradients in each step. All workers have N processes.
+        elastic: where workers meet that may die, leave and join. Each is then a separate job.
+        owner: the strategy or class with these arguments, for error messages.
 
-    Communication pattern:
-        A gather of 4 bytes for each worker and tensor before the exchange.
+    Raises:
+        ValueError: a value out of its range, or two settings that exclude each other.
 
     Example:
-        >>> from lightning_gc import OuterSGD, RadialDirectional
-        >>> RadialDirectional(OuterSGD.diloco()).momentum
-        0.9
-
-    Reference:
-        Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training", 2026.
+        >>> from lightning_gc.local_steps import RoundPlan
+        >>> plan = RoundPlan(every=32, fragments=4)
+        >>> [step for step in range(1, 33) if plan.due(step, 32)]
+        [8, 16, 24, 32]
     """
 
-    sgd: OuterSGD = OuterSGD()
+    every: int | GrowingRounds = 32
+    outer: Outer = OuterSGD()  # noqa: RUF009 - frozen
+    delay: int = 0
+    merge: Literal["rebase", "mix"] = "rebase"
+    fragments: int = 1
+    moments: InnerMoments | None = None
+    unequal: Unequal | None = None
+    island: int = 1
+    elastic: Elastic | None = None
+    owner: str = field(default="RoundPlan", repr=False, compare=False)
+
+    @classmethod
+    def taken_from(cls, owner: str, arguments: dict[str, Any]) -> Self:
+        """Take the fields out of the arguments of a call to ``owner``; return their plan."""
+        given = [each.name for each in dataclasses.fields(cls) if each.name in arguments]
+        return cls(**{name: arguments.pop(name) for name in given}, owner=owner)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The fields as a strategy takes them."""
+        return {name: value for name, value in vars(self).items() if name != "owner"}
+
+    @property
+    def agreed(self) -> dict[str, str]:
+        """The settings that must be equal on all workers, as text.
+
+        An island is compared where it is made, and each elastic job has its own address.
+        """
+        own = ("island", "elastic")
+        return {name: repr(value) for name, value in self.arguments.items() if name not in own}
+
+    @property
+    def growing(self) -> GrowingRounds | None:
+        """What decides on H of each round; None: H is ``every``."""
+        return self.every if isinstance(self.every, GrowingRounds) else None
+
+    @property
+    def shortest(self) -> int:
+        """H, or the fewest steps of growing rounds."""
+        return self.every.base if isinstance(self.every, GrowingRounds) else self.every
+
+    def due(self, position: int, length: int) -> list[int]:
+        """Return the fragment that is exchanged after ``position`` steps of a round, if any.
+
+        Args:
+            position: steps of the round that are done.
+            length: H of this round, at least ``shortest``.
+        """
+        ends = [-(-(index + 1) * length // self.fragments) for index in range(self.fragments)]
+        return [index for index, end in enumerate(ends) if end == position]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sgd, OuterSGD):
-            raise ValueError(
-                f"RadialDirectional(sgd={self.sgd!r}): give an instance, such as OuterSGD()."
+        self._whole("every", self.shortest, 1, "optimizer steps between two exchanges", 32)
+        self._whole("fragments", self.fragments, 1, "parts of the parameters", 1)
+        self._whole("delay", self.delay, 0, "steps until the result is taken over", 0)
+        if self.fragments > self.shortest:
+            self._refuse(
+                "every fragments",
+                f"at most one fragment is exchanged after a step; use fragments={self.shortest} or "
+                f"fewer",
+            )
+        apart = self.shortest // self.fragments
+        if self.delay >= apart:
+            self._refuse(
+                "delay",
+                f"two exchanges are {apart} steps apart, and a result must have been taken over "
+                f"before the next one; use delay={apart - 1} or less, or exchange less often",
+            )
+        if self.merge not in ("rebase", "mix"):
+            self._refuse("merge", "use 'rebase' or 'mix'")
+        if self.moments is not None and self.delay:
+            self._refuse(
+                "moments delay",
+                f"a mean of moments from {self.delay} steps ago would undo the optimizer's steps "
+                f"since; use delay=0, or moments=None",
+            )
+        self._check_island()
+        self._check_unequal()
+        given: Any = self.elastic
+        if given is not None and not isinstance(given, Elastic):
+            where = given if isinstance(given, str) else "10.0.0.1:29400"
+            self._refuse("elastic", f"give elastic=Elastic({where!r}), or leave it out")
+
+    def _check_island(self) -> None:
+        island = self.island
+        if isinstance(island, bool) or not isinstance(island, int) or island < 1:
+            self._refuse(
+                "island",
+                "give the number of processes that train as one worker, 1 or more; use the number "
+                "of devices of a node",
+            )
+        if island > 1 and self.unequal is not None:
+            self._refuse(
+                "island unequal",
+                "the processes of an island would measure unlike speeds and count unlike tokens; "
+                "leave unequal out",
             )
 
-    @property
-    def lr(self) -> float:
-        """η of ``sgd``."""
-        return self.sgd.lr
+    def _check_unequal(self) -> None:
+        given: Any = self.unequal
+        if given is None:
+            return
+        if not isinstance(given, Unequal):
+            self._refuse("unequal", "give an instance, such as Unequal()")
+        if given.grace is None:
+            return
+        late = f"unequal=Unequal(grace={given.grace!r})"
+        if self.delay:
+            self._refuse(
+                "delay",
+                f"a late worker takes a result over when it comes, and the others after "
+                f"{self.delay} steps; use delay=0, or grace=None",
+                late,
+            )
+        if self.fragments > 1:
+            self._refuse(
+                "fragments",
+                "a late worker would miss only some of its parameters; use fragments=1, or "
+                "grace=None",
+                late,
+            )
+        if self.moments is not None:
+            self._refuse(
+                "moments",
+                "a late worker's moments would count though its steps do not; use moments=None, or "
+                "grace=None",
+                late,
+            )
 
-    @property
-    def momentum(self) -> float:
-        """μ of ``sgd``."""
-        return self.sgd.momentum
+    def check(self, compressor: Compressor, memory: Memory, controller: Controller | None) -> None:
+        """Raise ValueError for settings that need gradients: exchanged are differences of weights.
 
-    def step(self, weights: Tensor, velocity: Tensor | None, mean: Tensor) -> None:
-        """Make one step with Δ̄, as ``OuterSGD.step`` does."""
-        self.sgd.step(weights, velocity, mean)
+        Such a difference already contains the learning rates.
 
+        Args:
+            compressor: of the differences.
+            memory: of errors of these differences.
+            controller: of levels or of H, or None.
+        """
+        outer = self.outer
+        if not compressor.traits.conserves:
+            raise ValueError(
+                f"{self.owner}({compressor}): its workers vote, and the result has equal "
+                f"magnitudes, so it is not the mean of their differences of weights; use "
+                f"EFSignSGD() for signs with magnitudes, or QSGD(4)."
+            )
+        if memory.lr_aware:
+            raise ValueError(
+                f"{self.owner}(memory={memory}): differences of weights contain the learning rate "
+                f"already, so errors must not follow it; use memory=ErrorFeedback()."
+            )
+        if memory.lookahead or memory.reads_weights:
+            raise ValueError(
+                f"{self.owner}(memory={memory}): it changes gradients by weights or weights by "
+                f"errors at each optimizer step, but weights are exchanged only every H steps; use "
+                f"memory=ErrorFeedback()."
+            )
+        if outer.momentum:
+            try:
+                memory.check_optimizer({"momentum": outer.momentum})
+            except ValueError:
+                raise ValueError(
+                    f"{self.owner}(memory={memory}, outer={outer}): the memory has the outer "
+                    f"momentum; use outer=OuterSGD(lr={outer.lr!r}), or memory=ErrorFeedback()."
+                ) from None
+        if isinstance(outer, RadialDirectional) and compressor.traits.kind == "sparsifier":
+            raise ValueError(
+                f"{self.owner}({compressor}, outer={outer}): the mean of a few elements would be "
+                f"stretched to the length of all; use a quantiser, such as QSGD(4), or "
+                f"outer=OuterSGD()."
+            )
+        if controller is None:
+            return
+        if controller.needs.errors or controller.needs.scale:
+            raise ValueError(
+                f"{self.owner}(controller={controller!r}): it computes with gradients and learning "
+                f"rates, but differences of weights contain both; use Accordion or a Schedule."
+            )
+        if controller.needs.rounds and self.growing is not None:
+            raise ValueError(
+                f"{self.owner}(every={self.every!r}, controller={controller!r}): both set the "
+                f"steps of a round; give every=8, say, or another controller."
+            )
+        for steps in controller.needs.rounds:
+            dataclasses.replace(self, every=steps)  # checks it
 
-Outer: TypeAlias = OuterSGD | RadialDirectional
-"""Steps of the common weights."""
+    def _whole(self, name: str, value: Any, least: int, what: str, such_as: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self._refuse(name, f"give the number of {what}, {least} or more; use {such_as}")
+
+    def _refuse(self, names: str, why: str, more: str = "") -> Never:
+        """Raise ValueError for the fields of these names."""
+        given = [f"{name}={getattr(self, name)!r}" for name in names.split()]
+        raise ValueError(f"{self.owner}({', '.join(filter(None, (*given, more)))}): {why}.")

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_gc.core import NUMBER, WHOLE, Flow, Gather, Listed, Optional, Record
 from lightning_gc.core.pytree import Tree
 from lightning_gc.core.settings import Settings
-from lightning_gc.local_steps.round_plan import Outer, RadialDirectional
+from lightning_gc.local_steps.outer_step import Outer, RadialDirectional
 
 Weigh = Literal["equal", "steps", "tokens"]
 _OWN = 3
@@ -62,7 +62,7 @@ class Unequal(Settings):
     Example:
         >>> from lightning_gc import QSGD, LocalStepsStrategy, Unequal
         >>> strategy = LocalStepsStrategy(QSGD(4), every=32, unequal=Unequal())
-        >>> strategy.unequal.pace, strategy.unequal.weigh
+        >>> strategy.plan.unequal.pace, strategy.plan.unequal.weigh
         ('measured', 'steps')
 
     Reference:

@@ -7,7 +7,7 @@ import importlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -22,7 +22,6 @@ from lightning_gc.core.search_space import check_field, merge
 from lightning_gc.core.settings import Settings
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.exchange.validation import check_controller
-from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.methods.parameter_space import (
@@ -87,7 +86,7 @@ class Method(Settings):
     min_numel: int = MIN_NUMEL
     budget: float | None = None
     memory_space: Space = ()
-    rounds: Rounds | None = None
+    rounds: RoundPlan | None = None
     rounds_space: Space = ()
     every_tensor: InitVar[bool] = False
 
@@ -116,7 +115,7 @@ class Method(Settings):
         for entry in self.memory_space:
             check_field(type(self._base_memory()), entry)
         for entry in self.rounds_space:
-            check_field(Rounds, entry)
+            check_field(RoundPlan, entry)
         # Find invalid values here, before the first trial.
         for last in (False, True):
             compressor = self.make_compressor(endpoints(self.tuned, last))
@@ -175,7 +174,7 @@ class Method(Settings):
         """Return the memory of a trial."""
         return self._make_memory(suggest(trial, self.tuned_memory, MEMORY_PREFIX))
 
-    def suggest_rounds(self, trial: optuna.trial.BaseTrial) -> Rounds | None:
+    def suggest_rounds(self, trial: optuna.trial.BaseTrial) -> RoundPlan | None:
         """Return the local steps of a trial, or None if gradients are exchanged in every step."""
         return self._make_rounds(suggest(trial, self.rounds_space, ROUNDS_PREFIX))
 
@@ -198,10 +197,10 @@ class Method(Settings):
     def _make_memory(self, tuned: Mapping[str, Any]) -> Memory:
         return dataclasses.replace(self._base_memory(), **tuned)  # type: ignore[type-var]
 
-    def _make_rounds(self, tuned: Mapping[str, Any]) -> Rounds | None:
+    def _make_rounds(self, tuned: Mapping[str, Any]) -> RoundPlan | None:
         if self.rounds is None and not tuned:
             return None
-        return dataclasses.replace(self.rounds or Rounds(), **tuned)
+        return dataclasses.replace(self.rounds or RoundPlan(), **tuned)
 
 
 def parse_method(word: str) -> Method:
@@ -236,39 +235,3 @@ def _check_space(name: str, given: Any) -> None:
             f"Method({name}={given!r}): give a tuple of ranges and choices, such as "
             f"(Range('density', 0.001, 0.1, scale='log'),)."
         )
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """Train a method with local steps: exchange weights every H steps instead of gradients.
-
-    All arguments are as for ``LocalStepsStrategy``.
-
-    Args:
-        every: H, in optimizer steps.
-        outer: the outer optimizer, which steps the common weights.
-        delay: optimizer steps between an exchange and its effect.
-        merge: how a delayed result is applied.
-        fragments: number of parts of the parameters, exchanged in turn.
-        moments: moments of the inner optimizers to average too; None for none.
-
-    Raises:
-        ValueError: ``LocalStepsStrategy`` refuses a value.
-
-    Example:
-        >>> from lightning_gc.compressors import Choice
-        >>> from lightning_gc.tuning import Method, Rounds
-        >>> method = Method("qsgd", rounds=Rounds(), rounds_space=(Choice("every", (4, 16)),))
-        >>> method.rounds.every, method.rounds_space[0].values
-        (32, (4, 16))
-    """
-
-    every: int | GrowingRounds = 32
-    outer: OuterSGD = OuterSGD()  # noqa: RUF009 - frozen
-    delay: int = 0
-    merge: Literal["rebase", "mix"] = "rebase"
-    fragments: int = 1
-    moments: InnerMoments | None = None
-
-    def __post_init__(self) -> None:
-        RoundPlan.of("Rounds", self.every, self.fragments, self.delay, self.merge, self.moments)

@@ -18,9 +18,10 @@ from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Space
 from lightning_gc.core.registry import did_you_mean
+from lightning_gc.local_steps import RoundPlan
 from lightning_gc.memories import Memory
 from lightning_gc.methods.lightning_flavour import pl
-from lightning_gc.methods.method import Method, Rounds
+from lightning_gc.methods.method import Method
 from lightning_gc.methods.parameter_space import endpoints, parse_all, suggest
 from lightning_gc.schemes import Scheme
 
@@ -43,7 +44,7 @@ class MethodSettings:
     min_numel: int = MIN_NUMEL
     budget: float | None = None
     memory_space: dict[str, Any] = field(default_factory=dict)
-    rounds: Rounds | None = None
+    rounds: RoundPlan | None = None
     rounds_space: dict[str, Any] = field(default_factory=dict)
     every_tensor: bool = False
 

@@ -10,8 +10,8 @@ if _missing:
         f"not installed. Install the extra: pip install 'lightning-gc[tune]'."
     )
 
+from lightning_gc.local_steps import RoundPlan as RoundPlan  # noqa: E402
 from lightning_gc.methods.method import Method as Method  # noqa: E402
-from lightning_gc.methods.method import Rounds as Rounds  # noqa: E402
 from lightning_gc.tuning.comparison import Event as Event  # noqa: E402
 from lightning_gc.tuning.comparison import tune as tune  # noqa: E402
 from lightning_gc.tuning.early_stopping import MissingMetric as MissingMetric  # noqa: E402

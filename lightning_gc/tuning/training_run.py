@@ -13,10 +13,10 @@ import optuna
 
 from lightning_gc.flavours import public_class
 from lightning_gc.lightning.ddp import CompressedDDP
-from lightning_gc.lightning.local_steps import LocalSteps
+from lightning_gc.lightning.local_steps_strategy import LocalSteps
 from lightning_gc.lightning.monitor import Monitor
 from lightning_gc.lightning.simulation.ddp import SimulatedDDP
-from lightning_gc.lightning.simulation.local_steps import SimulatedLocalSteps
+from lightning_gc.lightning.simulation.simulated_local_steps import SimulatedLocalSteps
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
 from lightning_gc.tuning.early_stopping import TOTAL, BestTracker, look_up
@@ -63,7 +63,7 @@ def fit(
     real, simulated = public_class(CompressedDDP), public_class(SimulatedDDP)
     if rounds is not None:
         real, simulated = public_class(LocalSteps), public_class(SimulatedLocalSteps)
-        parts |= vars(rounds)
+        parts |= rounds.arguments
     if experiment.devices > 1:
         strategy = real(compressor, start_method="spawn", **parts)
     else:

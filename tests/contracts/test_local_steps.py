@@ -24,7 +24,7 @@ from lightning_gc import (
 )
 from lightning_gc.compressors import Compressor
 from lightning_gc.engine.compatibility import combine
-from lightning_gc.local_steps.refusals import refuse_settings
+from lightning_gc.local_steps import RoundPlan
 from lightning_gc.memories import GlobalMomentum, LocalMomentum, Memory, MomentumCorrection
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing import LocalLockstep
@@ -48,7 +48,7 @@ FEW: tuple[tuple[Compressor, Memory, Scheme | None], ...] = (
 def fits(compressor: Compressor, memory: Memory) -> bool:
     try:
         combine(compressor, memory)
-        refuse_settings("LocalStepsStrategy", compressor, memory, None, OuterSGD())
+        RoundPlan().check(compressor, memory, None)
     except ValueError:
         return False
     return True
@@ -115,5 +115,5 @@ def test_memories_with_momentum_are_outer_momentum() -> None:
     for memory in (MomentumCorrection(0.9), GlobalMomentum(0.9), LocalMomentum(0.9)):
         assert fits(TopK(0.1), memory)
         with pytest.raises(ValueError, match="the memory has the outer momentum"):
-            refuse_settings("LocalStepsStrategy", TopK(0.1), memory, None, OuterSGD.diloco())
-    refuse_settings("LocalStepsStrategy", TopK(0.1), ErrorFeedback(), None, OuterSGD.diloco())
+            RoundPlan(outer=OuterSGD.diloco()).check(TopK(0.1), memory, None)
+    RoundPlan(outer=OuterSGD.diloco()).check(TopK(0.1), ErrorFeedback(), None)

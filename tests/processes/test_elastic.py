@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_gc import QSGD, Elastic, LocalSteps, Roll
-from lightning_gc.attachment.local_steps import StepCount
+from lightning_gc.attachment.plain_torch_local_steps import StepCount
 from lightning_gc.controllers import Fixed
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,

@@ -9,14 +9,14 @@ import torch
 
 from lightning_gc import Together
 from lightning_gc.methods.parameter_space import parse_all
-from lightning_gc.tuning import Method, Rounds, trial
+from lightning_gc.tuning import Method, RoundPlan, trial
 from lightning_gc.tuning.early_stopping import EarlyStopping
 from tests.support.tuning import Data, Denser, bowl, compare, denser, experiment
 
 
 def test_h_is_drawn_and_bytes_fall_with_it(tmp_path: Path) -> None:
     """Two epochs of a step: with H = 1 two exchanges, with H = 2 one."""
-    method = Method("cast", rounds=Rounds(), rounds_space=parse_all({"every": [1, 2]}))
+    method = Method("cast", rounds=RoundPlan(), rounds_space=parse_all({"every": [1, 2]}))
     studies = compare(tmp_path / "study.journal", method, build=denser, trials=5)
     trials = studies["cast"].trials
     sent = {trial.params["rounds.every"]: trial.user_attrs["wire_bytes"] for trial in trials}
@@ -47,7 +47,7 @@ def two(trial: optuna.trial.BaseTrial) -> tuple[Any, Any]:
 
 def test_several_optimizers_as_one_are_studied(tmp_path: Path) -> None:
     """With gradients in each step, and with local steps."""
-    methods = Method("cast"), Method("local", "cast", rounds=Rounds(2))
+    methods = Method("cast"), Method("local", "cast", rounds=RoundPlan(2))
     studies = compare(tmp_path / "study.journal", *methods, build=two, trials=2)
     for name in ("cast", "local"):
         assert [trial.state.name for trial in studies[name].trials] == ["COMPLETE"] * 2

@@ -29,7 +29,7 @@ from lightning_gc.compressors import Choice, Codec, Knob, Range
 from lightning_gc.compressors.base import Traits
 from lightning_gc.methods.parameter_space import as_json, declared, parse, parse_all, traits_of
 from lightning_gc.methods.yaml_config import methods_in
-from lightning_gc.tuning import Method, Rounds
+from lightning_gc.tuning import Method, RoundPlan
 from tests.support.processes import run_in_processes
 
 
@@ -116,11 +116,11 @@ def test_local_steps_are_searched_if_asked_for() -> None:
     assert Method("qsgd").suggest_rounds(optuna.trial.FixedTrial({})) is None
     method = Method(
         "qsgd",
-        rounds=Rounds(delay=1),
+        rounds=RoundPlan(delay=1),
         rounds_space=parse_all({"every": [4, 16], "fragments": [1, 2]}),
     )
     trial = optuna.trial.FixedTrial({"rounds.every": 16, "rounds.fragments": 2})
-    assert method.suggest_rounds(trial) == Rounds(16, delay=1, fragments=2)
+    assert method.suggest_rounds(trial) == RoundPlan(16, delay=1, fragments=2)
 
 
 def test_the_smallest_tensor_that_is_compressed_is_a_setting_of_the_method() -> None:

@@ -13,7 +13,7 @@ from optuna.storages import BaseStorage
 from lightning_gc import AllGather, ErrorFeedback, LocalMomentum, NetworkModel, NoMemory, TwoShot
 from lightning_gc.compressors import Range
 from lightning_gc.controllers import Accordion, Fixed
-from lightning_gc.tuning import Experiment, Method, Rounds, open_storage
+from lightning_gc.tuning import Experiment, Method, RoundPlan, open_storage
 from lightning_gc.tuning.experiment import load_experiment
 from lightning_gc.tuning.studies import RULES, open_study, rules_of
 from tests.support.tuning import QUIET, experiment
@@ -99,7 +99,7 @@ def test_another_experiment_is_refused(
             "memory_space.momentum=[0.1, 0.2",
         ),
         (signs(), signs(memory=LocalMomentum()), "memory_space.momentum", "no memory_space"),
-        (topk(rounds=Rounds(8)), topk(rounds=Rounds(4)), "rounds.every=8", "rounds.every=4"),
+        (topk(rounds=RoundPlan(8)), topk(rounds=RoundPlan(4)), "rounds.every=8", "rounds.every=4"),
     ],
 )
 def test_another_method_of_the_same_name_is_refused(

@@ -66,7 +66,12 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     """
 
     workers: int
-    island = 1
+
+    @property
+    def island(self) -> int:
+        """N, the processes of each worker."""
+        return 1
+
     _units: MicroBatches | None = None
 
     def _configure_workers(

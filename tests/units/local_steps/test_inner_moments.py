@@ -1,6 +1,5 @@
 """InnerMoments: at their periods all workers' optimizers have the mean moments, else their own."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -132,4 +131,4 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="period of exp_avg must be"):
         InnerMoments({"exp_avg": 0})
     with pytest.raises(ValueError, match="use delay=0"):
-        dataclasses.replace(RoundPlan.of("a test", 8), delay=2, moments=InnerMoments())
+        RoundPlan(8, delay=2, moments=InnerMoments())

@@ -1,6 +1,5 @@
 """Rounds of one worker, whose exchange is answered at once."""
 
-import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -61,8 +60,8 @@ def rounds_of(
     workers = Workers(configure("a test", *method, None, 0))
     workers.name(module)
     alone: Any = Alone(workers)
-    made = dataclasses.replace(RoundPlan.of("a test", every), **plan)
-    given = (module, workers.names, workers.first, alone, made, OuterSGD())
+    made = RoundPlan(every, **plan)
+    given = (module, workers.names, workers.first, alone, made)
     return LocalRounds(*given, parts=parts)
 
 
@@ -180,7 +179,7 @@ def test_nothing_counts_twice_after_a_resume_by_means(steps: int, merge: str) ->
 def test_each_fragment_is_due_once_in_a_round_and_far_enough_from_the_next() -> None:
     for every in range(1, 20):
         for fragments in range(1, every + 1):
-            plan = RoundPlan("a test", every, fragments, delay=every // fragments - 1)
+            plan = RoundPlan(every, delay=every // fragments - 1, fragments=fragments)
             due = {position: plan.due(position, every) for position in range(1, every + 1)}
             assert [i for each in due.values() for i in each] == list(range(fragments))
             steps = [position for position, each in due.items() if each]

@@ -35,7 +35,7 @@ from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
 )
-from lightning_gc.lightning.simulation.local_steps import Exchanges
+from lightning_gc.lightning.simulation.simulated_local_steps import Exchanges
 from lightning_gc.local_steps.local_rounds import CommonState, LocalRounds, OwnState
 from lightning_gc.local_steps.roll import Round
 from lightning_gc.local_steps.round_plan import RoundPlan
@@ -83,7 +83,7 @@ class Group:
         workers.start(self.ledger.pages, revocable=True)
         self.clock = SimulatedClock(speeds, None if unequal is None else unequal.grace)
         ends = Exchanges(workers, self.ledger, torch.device("cpu"), self.clock).of
-        made = RoundPlan("a test", every, **plan)
+        made = RoundPlan(every, outer, unequal=unequal, **plan)
         self.rounds = [
             LocalRounds(
                 model,
@@ -91,8 +91,6 @@ class Group:
                 engine,
                 end,
                 made,
-                outer,
-                unequal=unequal,
                 clock=self.clock.of(engine.worker),
             )
             for model, engine, end in zip(self.models, workers.engines, ends, strict=True)
@@ -473,7 +471,7 @@ def test_a_radial_step_needs_an_inner_one() -> None:
 
 def test_the_strategy_with_processes_takes_the_same_options_but_grace() -> None:
     strategy = LocalStepsStrategy(QSGD(4), outer=RadialDirectional(), unequal=HALF)
-    assert strategy.unequal == HALF
+    assert strategy.plan.unequal == HALF
     with pytest.raises(ValueError, match="waits for all of them"):
         LocalStepsStrategy(QSGD(4), unequal=Unequal(grace=1.0))
     with pytest.raises(ValueError, match="leave unequal out"):

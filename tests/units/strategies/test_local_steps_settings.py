@@ -20,7 +20,7 @@ from lightning_gc import (
 from lightning_gc.controllers import TotalErrorBudget
 from lightning_gc.lightning.fabric_for_pytorch_lightning import CompressedFabricStrategy
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy, LocalStepsStrategy
-from lightning_gc.lightning.local_steps import warn_of_few_rounds
+from lightning_gc.lightning.local_steps_strategy import warn_of_few_rounds
 from lightning_gc.memories import MomentumCorrection
 
 

@@ -1,18 +1,15 @@
-"""LocalSteps: exchange differences of weights every H steps, in any training loop.
-
-Lightning's ``LocalStepsStrategy`` holds the same ``AttachedRounds``, and forwards its hooks.
-"""
+"""LocalSteps: exchange differences of weights every H steps, in a training loop of your own."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial, wraps
+from functools import wraps
 from types import TracebackType
-from typing import Any, Literal, Never, Protocol, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -20,309 +17,41 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_gc.attachment.attached import (
-    Attached,
-    InBackground,
-    ModuleHook,
-    Setup,
-    peers_of,
-)
+from lightning_gc.attachment.attached import ModuleHook, Setup
+from lightning_gc.attachment.attached_rounds import AttachedRounds, Given, Shards, place_of
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
-from lightning_gc.core.registry import did_you_mean
-from lightning_gc.exchange import Workers, configure
-from lightning_gc.exchange.peers import Peers, ShardParts, on_all_ranks, take_over
-from lightning_gc.exchange.synchronizer import Synchronizer, leave
-from lightning_gc.exchange.validation import check_agreement, check_controller
+from lightning_gc.core.settings import takes_fields, unknown_argument
+from lightning_gc.exchange import configure
+from lightning_gc.exchange.validation import check_controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import reshard
-from lightning_gc.local_steps import GrowingRounds, OuterSGD, RadialDirectional
-from lightning_gc.local_steps.elastic import (
-    Elastic,
-    ElasticExchange,
-    ElasticState,
-    check_elastic,
-)
+from lightning_gc.local_steps import RoundPlan
+from lightning_gc.local_steps.elastic import ElasticExchange
 from lightning_gc.local_steps.local_rounds import (
     MODULE,
     ROUNDS,
-    Exchanger,
     LocalRounds,
     ModuleState,
     OwnState,
     embeddings,
-    finished,
     in_rounds,
     keep,
-    reset_poisoned,
 )
 from lightning_gc.local_steps.refusals import (
     HOOKS,
     OwnSteps,
     UncountedPasses,
-    check_island,
-    check_rounds,
-    check_unequal,
     innermost,
-    refuse_elastic,
-    refuse_grace,
     refuse_optimizers,
-    refuse_settings,
-    refuse_shards,
     refuse_synchronised_norms,
     warn_of_one_round,
 )
 from lightning_gc.local_steps.roll import Roll
-from lightning_gc.local_steps.round_plan import Outer, RoundPlan
-from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.sharded.fsdp_units import units_of
-from lightning_gc.sharded.shard_exchange import synchronizer_of_shards, take_over_shards
-from lightning_gc.sharded.shard_validation import refuse_curves, refuse_model
-from lightning_gc.sharded.sharded_workers import ShardedWorkers
-from lightning_gc.transports.base import all_reduce_bytes
-from lightning_gc.transports.distributed import Distributed, own_group
-from lightning_gc.transports.island import ALONE, Island
-
-
-class RoundExchange(Exchanger, InBackground, Protocol):
-    """Carries out the exchanges of one real worker until it is closed."""
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """A worker's connection to the other workers.
-
-    Attributes:
-        exchange: carries out the exchanges; it has started the worker's engine.
-        peers: the other workers, for a controller's decisions.
-        begin: gives a module the weights and buffers that all workers begin with.
-        island: the processes of this worker.
-        inside: the group in which they average gradients in each step; None: the default group.
-        between: a group for decisions of those that have the same shards, left at the end.
-    """
-
-    exchange: RoundExchange
-    peers: Peers
-    begin: Callable[[nn.Module], None]
-    island: Island = ALONE
-    inside: dist.ProcessGroup | None = None
-    between: dist.ProcessGroup | None = None
-
-
-Meet = Callable[[Setup, Mapping[str, str]], Meeting]
-"""Connects a worker, given the settings that must be equal on all workers, as text."""
-
-
-def among_ranks(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
-    """Connect a worker to all ranks of the default process group, whose number is fixed."""
-    synchronizer = Synchronizer(
-        setup.workers,
-        setup.device,
-        timeout=setup.timeout,
-        revocable=True,
-        agreed=agreed,
-        verify=setup.verify,
-    )
-    return Meeting(synchronizer, peers_of(setup.device, None, None), take_over)
-
-
-def by_rendezvous(elastic: Elastic, wanted: int | None = None, size: int = 1) -> Meet:
-    """Return what connects an elastic worker, whose processes are all of its job's, to the others.
-
-    Args:
-        elastic: where they meet.
-        wanted: the worker's number in a checkpoint.
-        size: N, its processes.
-    """
-
-    def meet(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
-        parts = (elastic, setup.workers, setup.device, agreed, wanted)
-        exchange = ElasticExchange(*parts, size=size, timeout=setup.timeout)
-        setup.workers.common["elastic"] = ElasticState(exchange)
-        begin = take_over if size > 1 else _as_it_is
-        return Meeting(exchange, Peers(False, setup.device, _same), begin, exchange.island)
-
-    return meet
-
-
-def among_islands(size: int) -> Meet:
-    """Return what connects a worker of ``size`` consecutive ranks to the others.
-
-    Args:
-        size: N, processes of each worker.
-
-    Raises:
-        ValueError: when it connects, if N does not divide the number of processes.
-    """
-
-    def meet(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
-        islands, seats = _islands(setup, str(size), size)
-        longest = None if setup.timeout is None else _ACTS * setup.timeout
-        island = Island.among(islands, longest)
-        inside = own_group(islands, setup.timeout)
-        setup.workers.saves = island.leads
-        synchronizer = Synchronizer(
-            setup.workers,
-            setup.device,
-            timeout=setup.timeout,
-            revocable=True,
-            agreed=agreed,
-            verify=setup.verify,
-            groups=seats,
-            island=island,
-        )
-        peers = peers_of(setup.device, None, None)
-        return Meeting(synchronizer, peers, take_over, island, inside)
-
-    return meet
-
-
-def among_shards(model: nn.Module, size: int) -> Meet:
-    """Return what connects a rank, which has a shard of its worker, to the same rank of the others.
-
-    Args:
-        model: on which ``fully_shard`` was called, with the mesh of each worker's ranks.
-        size: N, consecutive ranks of each worker.
-
-    Raises:
-        ValueError: when it connects, on all ranks, if one's model is not so, or ranks differ.
-    """
-
-    def meet(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
-        islands, seats = _islands(setup, f"{size} of a model in shards", size)
-        own = islands[dist.get_rank() // size]
-        on_all_ranks(partial(refuse_model, model, own, "islands"), setup.device)
-        workers, node = setup.workers, units_of(model)[0].mesh.get_group()
-        assert isinstance(workers, ShardedWorkers)
-        between = own_group(seats, setup.timeout)
-        synchronizer = synchronizer_of_shards(
-            workers,
-            node,
-            between,
-            seats,
-            setup.device,
-            "weights between islands",
-            agreed=agreed,
-            timeout=setup.timeout,
-            revocable=True,
-            verify=setup.verify,
-        )
-        peers = peers_of(setup.device, between, None, ShardParts(node, setup.device))
-        begin = partial(take_over_shards, between=between)
-        return Meeting(synchronizer, peers, begin, between=between)
-
-    return meet
-
-
-def _islands(setup: Setup, kind: str, size: int) -> tuple[list[range], list[range]]:
-    """Return the ranks of each island, and those that are at the same place in all islands.
-
-    ``kind``: of island, in words, which all ranks compare before they make groups.
-    """
-    check_agreement({"island": kind}, Distributed(), setup.device)
-    ranks = dist.get_world_size()
-    if ranks % size:
-        raise ValueError(
-            f"{setup.owner}(island={size}): {ranks} processes are not islands of {size}, "
-            f"and all islands must be equal. Start {size}, {2 * size}, {3 * size}, ... of them."
-        )
-    islands = [range(first, first + size) for first in range(0, ranks, size)]
-    return islands, [range(seat, ranks, size) for seat in range(size)]
-
-
-def _same(tensor: Tensor) -> Tensor:
-    """Return the mean over the one worker of this job."""
-    return tensor
-
-
-def _as_it_is(module: nn.Module) -> None:
-    """Leave a module to the rounds, which load a snapshot."""
-
-
-_ACTS = 3
-"""Collectives of rank 0, each within the timeout, for which its island waits at most."""
-
-
-class AttachedRounds(Attached):
-    """Handle of a module whose workers exchange differences of weights every H steps.
-
-    Args:
-        module: that is trained, without a wrapper.
-        setup: as for ``Attached``.
-        plan: when what is exchanged.
-        outer: the step of the common weights.
-        unequal: how unequal workers share a round, or None.
-        keep: takes the rounds of this process, before the control loop sets H.
-        meet: connects this worker to the others.
-
-    Attributes:
-        rounds: of this worker.
-        meeting: its connection.
-    """
-
-    rounds: LocalRounds
-
-    def __init__(
-        self,
-        module: nn.Module,
-        setup: Setup,
-        plan: RoundPlan,
-        outer: Outer,
-        unequal: Unequal | None,
-        keep: Callable[[Sequence[LocalRounds]], None],
-        meet: Meet = among_ranks,
-    ) -> None:
-        setup.workers.name(module)
-        agreed = {name: repr(value) for name, value in vars(plan).items() if name != "owner"}
-        agreed |= {"outer": repr(outer), "unequal": repr(unequal)}
-        meeting = meet(setup, setup.agreed | agreed)
-        if unequal is not None:
-            unequal.check_workers(plan.owner, setup.workers.first.workers)
-        self._keep, self.meeting, self._outer, self._plan = keep, meeting, outer, plan
-        sizes = [param.numel() * param.element_size() for param in setup.workers.names]
-        self._inside_bytes = all_reduce_bytes(sum(sizes), meeting.island.size)
-        self._unequal = unequal
-        super().__init__(module, setup, meeting.peers, meeting.exchange)
-
-    def _start(self) -> None:
-        self.meeting.begin(self._module)
-        workers, exchange = self._workers, self.meeting.exchange
-        given = (self._module, workers.names, workers.first, exchange, self._plan, self._outer)
-        self.rounds = LocalRounds(*given, unequal=self._unequal, parts=self.parts)
-        self._keep([self.rounds])
-        super()._start()
-
-    def after_pass(self) -> None:
-        """Do nothing: a worker's own steps exchange no gradients."""
-
-    def stepped(self, ends: bool = False) -> None:
-        """Count this worker's own step; exchange what is due.
-
-        Args:
-            ends: it was the last one, so everything is exchanged.
-        """
-        if ends or self.rounds.is_due:
-            self.refuse_unsynchronised()
-        self.meeting.island.sent_bytes += self._inside_bytes  # of the step's gradients
-        optimizers = self._setup.optimizers()
-        rate = max(float(group["lr"]) for group in optimizers[0].param_groups)
-        if not finished(self.rounds.stepped(ends, rate)):
-            reset_poisoned(optimizers, self.parts)
-
-    def end(self, failed: bool) -> None:
-        """As for ``Attached``; leave the groups that were made for this."""
-        between = self.meeting.between if self in self._open else None
-        super().end(failed)
-        if between is not None:
-            leave(between, failed)
-
-    def end_rounds(self) -> None:
-        """Exchange everything now, so that all workers have the common weights."""
-        finished(self.rounds.ending())
 
 
 class StepCount:
@@ -395,17 +124,6 @@ class LocalSteps(AttachedRounds):
         memory: the error feedback rule, of differences of weights.
         scheme: how payloads become a mean.
         controller: chooses levels or H; the loop calls ``begin_epoch`` or ``begin_batch``.
-        every: H, in optimizer steps.
-        outer: the step of the common weights.
-        delay: steps of overlap.
-        merge: with a delay, how the result is taken over.
-        fragments: parts in which parameters are exchanged, one after the other.
-        unequal: how workers that differ share a round, with ``pace="equal"``: the loop makes every
-            step. ``weigh="tokens"`` is refused, as the batches are not seen.
-        elastic: where workers meet that may die, leave and join; as for ``LocalStepsStrategy``.
-        island: N, the number of consecutive ranks that train as one worker. Above 1 the model is in
-            shards: call ``fully_shard`` with a mesh of these ranks. ``island_rank`` chooses a
-            rank's share of its worker's data. Methods are called on all ranks of a worker.
         scaler: of fp16 training. A step that it skips counts as a step, so workers agree on the
             rounds.
         seed: of the compressor's private random numbers.
@@ -413,7 +131,12 @@ class LocalSteps(AttachedRounds):
             workers have ``Elastic(timeout=...)`` instead.
         verify: what workers compare.
         min_numel: as for ``CompressedDDPStrategy``.
-        unknown: refused, with a suggestion.
+        every, outer, delay, merge, fragments, moments, unequal, island, elastic: as ``RoundPlan``
+            describes. ``unequal`` needs ``pace="equal"``, as the loop makes every step, and another
+            ``weigh`` than ``"tokens"``, as its batches are not seen. With an ``island`` of N the
+            model is in shards: call ``fully_shard`` with a mesh of these ranks. ``island_rank``
+            chooses a rank's share of its worker's data. Methods are called on all ranks of a
+            worker.
 
     Communication pattern:
         As ``LocalStepsStrategy``, over the default process group: nothing between exchanges. In an
@@ -444,6 +167,7 @@ class LocalSteps(AttachedRounds):
                     optimizer.step()
     """
 
+    @takes_fields(RoundPlan)
     def __init__(
         self,
         model: nn.Module,
@@ -453,52 +177,38 @@ class LocalSteps(AttachedRounds):
         scheme: Scheme | str | None = None,
         controller: Controller | str | None = None,
         *,
-        every: int | GrowingRounds = 32,
-        outer: Outer = OuterSGD(),  # noqa: B008 - frozen
-        delay: int = 0,
-        merge: Literal["rebase", "mix"] = "rebase",
-        fragments: int = 1,
-        unequal: Unequal | None = None,
-        elastic: Elastic | None = None,
-        island: int = 1,
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
         timeout: timedelta | None = None,
         verify: Verify = 0,
         min_numel: int = MIN_NUMEL,
-        **unknown: Never,
+        **rounds: Any,
     ) -> None:
         owner = type(self).__name__
-        _refuse_unknown(owner, unknown)
+        plan = RoundPlan.taken_from(owner, rounds)
+        _refuse_unknown(type(self), rounds)
         configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         parts = configuration.compressor, configuration.memory
         controller = check_controller(controller, *parts, owner)
-        refuse_settings(owner, *parts, controller, outer)
-        plan = RoundPlan.of(owner, every, fragments, delay, merge)
-        check_rounds(owner, plan, controller)
-        check_unequal(owner, plan, unequal)
-        refuse_grace(owner, unequal)
-        _refuse_pace(owner, unequal)
-        check_island(owner, island, unequal)
+        plan.check(*parts, controller)
+        _refuse_pace(plan)
         verification(verify, owner)
-        check_elastic(elastic, owner)
-        if elastic is not None:
-            parts_of = (controller, configuration, verify, outer, unequal)
-            refuse_elastic(owner, elastic, plan, *parts_of)
-            if timeout is not None:
-                raise ValueError(
-                    f"{owner}(elastic=..., timeout={timeout!r}): elastic workers wait as long as "
-                    f"Elastic(timeout={elastic.timeout:g}) says, in seconds; set it there."
-                )
-        _refuse_model(owner, model, island)
-        if island > 1:
-            refuse_in_shards(owner, island, outer, controller, elastic, scaler)
+        place = place_of(plan) if plan.island == 1 else Shards(model, plan.island)
+        place.refuse(plan, Given(configuration, controller, verify, scaler))
+        if plan.elastic is not None and timeout is not None:
+            raise ValueError(
+                f"{owner}(elastic=..., timeout={timeout!r}): elastic workers wait as long as "
+                f"Elastic(timeout={plan.elastic.timeout:g}) says, in seconds; set it there."
+            )
+        _refuse_model(owner, model, plan.island)
+        place.refuse_module(owner, model)
+        if plan.island > 1:
             reshard(model)
         refuse_synchronised_norms(owner, model)
         refuse_optimizers(owner, [optimizer])
         self._optimizer = _with_hooks(owner, optimizer)
         device = _device_of(owner, model, self._optimizer)
-        if elastic is None:
+        if plan.elastic is None:
             _refuse_process_group(owner, device)
         if any(each._module is model for each in self._open):
             raise ValueError(
@@ -507,21 +217,15 @@ class LocalSteps(AttachedRounds):
             )
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scaler, self._owner = scaler, owner
-        self._count, self._entered = StepCount(owner, self._optimizer), elastic is None
+        self._count, self._entered = StepCount(owner, self._optimizer), plan.elastic is None
         self._scaling = False
-        workers = Workers(configuration) if island == 1 else ShardedWorkers(configuration)
+        workers = place.kind(configuration)
         workers.exchanged = "weights"
         optimizers = [self._optimizer]
         more_workers = "start more processes, or leave LocalSteps out"
         settings = scaler, timeout, verify, more_workers
         setup = Setup(owner, workers, controller, lambda: optimizers, device, *settings)
-        meet = among_ranks if elastic is None else by_rendezvous(elastic)
-        if island > 1:
-            meet = among_shards(model, island)
-        self._island = island
-        self._loaded = ""  # class of the module whose weights were loaded
-        self._changed: str | None = None  # before the first pass after a step, once it was made
-        super().__init__(model, setup, plan, outer, unequal, self._keep_rounds, meet)
+        super().__init__(model, setup, plan, self._keep_rounds, place)
         self._listen()
         if scaler is not None:
             self._count_attempts(scaler)
@@ -534,11 +238,11 @@ class LocalSteps(AttachedRounds):
         hooks = self._before_step, self._after_step
         self._own_steps = own = OwnSteps(self._owner, names, every, *hooks, fix=fix)
         own.begin([self._optimizer])
-        parts = self._owner, names, every, lambda: own.inside, self._look
+        self._changes = changes = OutsideChanges(self._owner, module, self.rounds)
+        parts = self._owner, names, every, lambda: own.inside, changes.look
         self._passes = UncountedPasses(*parts)
-        self._bounded = embeddings(module, names, bounded=True)
         before, after = ModuleHook(self._passes.before), ModuleHook(self._passes.after)
-        loaded = ModuleHook(self._note_loaded).watch
+        loaded = ModuleHook(changes.note_loaded).watch
         self._watching += [
             module.register_forward_pre_hook(before.watch),
             module.register_forward_hook(after.watch),
@@ -547,9 +251,6 @@ class LocalSteps(AttachedRounds):
 
     def _every(self) -> int:
         return self.rounds.length
-
-    def _note_loaded(self, module: nn.Module) -> None:
-        self._loaded = type(module).__name__
 
     _own_steps: OwnSteps | None = None
 
@@ -573,7 +274,8 @@ class LocalSteps(AttachedRounds):
     @property
     def island_rank(self) -> int:
         """This process's rank in its worker, by which its share of the worker's data is chosen."""
-        return 0 if self._island == 1 else dist.get_rank() % self._island
+        island = self._plan.island
+        return 0 if island == 1 else dist.get_rank() % island
 
     @property
     def roll(self) -> Roll | None:
@@ -614,7 +316,7 @@ class LocalSteps(AttachedRounds):
         """As for ``AttachedRounds``; count the step, too."""
         count = self._count
         self._passes.step()
-        self._changed = None
+        self._changes.counted()
         super().stepped(ends or count.steps + 1 == count.total)
         count.steps += 1
 
@@ -625,55 +327,7 @@ class LocalSteps(AttachedRounds):
                 f"{self._owner}(elastic=...): the worker has not come into the run yet, and would "
                 f"lose this step. Let the loop be: for step in local.until(total)."
             )
-        weights = self.rounds.weights
-        if weights.shown:
-            raise RuntimeError(
-                f"{self._owner}: a step within common_weights() would change the weights that all "
-                f"workers share; train after it."
-            )
-        if self._loaded:
-            raise RuntimeError(
-                f"{self._owner}: weights were loaded into {self._loaded} since the last step, and "
-                f"workers would average a part of them in. Load weights before you make it, or "
-                f"call its reset() on all workers after you load."
-            )
-        changed = self._changed_outside() if self._changed is None else self._changed
-        begun = self._own_steps and self._own_steps.begun
-        if not begun and not self.rounds.apart:
-            weights.refuse_not_finite(self._owner)
-        if changed and not begun:
-            raise RuntimeError(
-                f"{self._owner}: the model's weights have changed since it was made, in {changed}, "
-                f"so other workers would not begin with them. Load weights before you make it, or "
-                f"call its reset() on all workers."
-            )
-        self._warn_of_changes(changed)
-
-    def _changed_outside(self) -> str:
-        """Return which weights have changed since the last exchange, if no step has been counted.
-
-        With fragments or a delay there is always a step since the last exchange. Embeddings with a
-        ``max_norm`` change in each pass, and are left out.
-        """
-        replaced = [] if self.rounds.apart else self.rounds.weights.replaced
-        changed = [name for name in replaced if name not in self._bounded]
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return changed[0] + more if changed else ""
-
-    def _look(self) -> None:
-        """Note which weights have changed before a pass, which may change some itself."""
-        self._changed = self._changed_outside()
-
-    def _warn_of_changes(self, changed: str) -> None:
-        if changed:
-            warnings.warn(
-                f"{self._owner}: weights have changed since the last exchange without a step of "
-                f"its optimizer: {changed}. The change counts as this worker's training, and is "
-                f"averaged and compressed. If you have loaded weights, call reset() on all "
-                f"workers. To bound or norm weights, do it in a hook, by "
-                f"optimizer.register_step_post_hook, before you make {self._owner}.",
-                stacklevel=3,
-            )
+        self._changes.judge(self._own_steps is not None and self._own_steps.begun)
 
     def _after_step(self) -> None:
         if self._scaler is None:
@@ -737,7 +391,7 @@ class LocalSteps(AttachedRounds):
         self.rounds.restart()
         self.meeting.begin(self._module)
         self.rounds.begin(*self.rounds.weights.held())
-        self._loaded, self._changed = "", None
+        self._changes.forget()
 
     def state_dict(self, mode: Literal["full", "mean"] = "full") -> dict[str, Any]:
         """Return all that this worker needs to go on, between steps; every rank saves its own.
@@ -750,7 +404,7 @@ class LocalSteps(AttachedRounds):
             mode: as for ``Attached``. ``"mean"`` has the optimizer of the worker that saves it.
         """
         self.rounds.arrive()
-        self._warn_of_changes(self._changed_outside())
+        self._changes.warn(self._changes.found())
         return super().state_dict(mode)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -772,7 +426,7 @@ class LocalSteps(AttachedRounds):
             first = state if isinstance(state, Mapping) else state[0]
             self._own[0].take(first["own"][ROUNDS])
             self._own[0].load_optimizers()
-        self._loaded, self._changed = "", None
+        self._changes.forget()
 
     def finish(self) -> None:
         """Exchange what is left, so that all workers end with the common weights; then close.
@@ -787,8 +441,8 @@ class LocalSteps(AttachedRounds):
             PeerError: the last exchange failed.
         """
         if self in self._open and self._elastic is None:
-            steps, changed = self.rounds.position, self._changed_outside()
-            self._warn_of_changes(changed)
+            steps, changed = self.rounds.position, self._changes.found()
+            self._changes.warn(changed)
             if self.rounds.apart or self._on_any(bool(changed)):
                 if not self._workers.first.step:
                     warn_of_one_round(self._owner, steps, self.rounds.length)
@@ -826,14 +480,95 @@ class LocalSteps(AttachedRounds):
             self._own_steps.end()
 
 
-def _refuse_unknown(owner: str, given: Mapping[str, Any]) -> None:
+class OutsideChanges:
+    """Refuses, or warns of, weights that change without a step of the optimizer.
+
+    Args:
+        owner: the class, for the sentences.
+        module: whose weights they are.
+        rounds: of the worker.
+    """
+
+    def __init__(self, owner: str, module: nn.Module, rounds: LocalRounds) -> None:
+        self._owner, self._rounds = owner, rounds
+        self._bounded = embeddings(module, rounds.names, bounded=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Take the weights as they are: they were loaded on all workers."""
+        self._loaded = ""  # class of the module whose weights were loaded
+        self.counted()
+
+    def counted(self) -> None:
+        """Note that a step has been counted."""
+        self._changed: str | None = None  # before the first pass after a step, once it was made
+
+    def note_loaded(self, module: nn.Module) -> None:
+        """Note that weights were loaded into a module."""
+        self._loaded = type(module).__name__
+
+    def look(self) -> None:
+        """Note which weights have changed before a pass, which may change some itself."""
+        self._changed = self.found()
+
+    def found(self) -> str:
+        """Return which weights have changed since the last exchange, if no step has been counted.
+
+        With fragments or a delay there is always a step since the last exchange. Embeddings with a
+        ``max_norm`` change in each pass, and are left out.
+        """
+        replaced = [] if self._rounds.apart else self._rounds.weights.replaced
+        changed = [name for name in replaced if name not in self._bounded]
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return changed[0] + more if changed else ""
+
+    def judge(self, begun: bool) -> None:
+        """Raise RuntimeError before a step that would be lost; ``begun``: one has been made."""
+        weights = self._rounds.weights
+        if weights.shown:
+            raise RuntimeError(
+                f"{self._owner}: a step within common_weights() would change the weights that all "
+                f"workers share; train after it."
+            )
+        if self._loaded:
+            raise RuntimeError(
+                f"{self._owner}: weights were loaded into {self._loaded} since the last step, and "
+                f"workers would average a part of them in. Load weights before you make it, or "
+                f"call its reset() on all workers after you load."
+            )
+        changed = self.found() if self._changed is None else self._changed
+        if not begun and not self._rounds.apart:
+            weights.refuse_not_finite(self._owner)
+        if changed and not begun:
+            raise RuntimeError(
+                f"{self._owner}: the model's weights have changed since it was made, in {changed}, "
+                f"so other workers would not begin with them. Load weights before you make it, or "
+                f"call its reset() on all workers."
+            )
+        self.warn(changed)
+
+    def warn(self, changed: str) -> None:
+        """Warn that these weights have changed, if there are any."""
+        if changed:
+            warnings.warn(
+                f"{self._owner}: weights have changed since the last exchange without a step of "
+                f"its optimizer: {changed}. The change counts as this worker's training, and is "
+                f"averaged and compressed. If you have loaded weights, call reset() on all "
+                f"workers. To bound or norm weights, do it in a hook, by "
+                f"optimizer.register_step_post_hook, before you make {self._owner}.",
+                stacklevel=4,
+            )
+
+
+def _refuse_unknown(cls: type, given: Mapping[str, Any]) -> None:
+    known = list(inspect.signature(cls).parameters)[1:]
     for name in given:
-        known = LocalSteps.__init__.__kwdefaults__ or {}
-        raise ValueError(f"{owner}({name}=...): unknown argument{did_you_mean(name, known)}.")
+        raise ValueError(unknown_argument(cls, name, known))
 
 
-def _refuse_pace(owner: str, unequal: Unequal | None) -> None:
+def _refuse_pace(plan: RoundPlan) -> None:
     """Raise ValueError for what needs a loop that skips steps, or shows its batches."""
+    owner, unequal = plan.owner, plan.unequal
     if unequal is not None and unequal.pace != "equal":
         raise ValueError(
             f"{owner}(unequal=Unequal(pace={unequal.pace!r})): the loop makes every step, so none "
@@ -844,43 +579,6 @@ def _refuse_pace(owner: str, unequal: Unequal | None) -> None:
             f"{owner}(unequal=Unequal(weigh='tokens')): the loop's batches are not seen; use "
             f"weigh='equal', or LocalStepsStrategy."
         )
-
-
-def refuse_in_shards(
-    owner: str,
-    island: int,
-    outer: Outer,
-    controller: Controller | None,
-    elastic: Elastic | None,
-    scaler: Any,
-) -> None:
-    """Raise ValueError for settings that a worker in shards cannot have.
-
-    Args:
-        owner: the strategy or class, for the sentence.
-        island: N, ranks of a worker.
-        outer: the step of the common weights.
-        controller: of levels, or None.
-        elastic: where workers meet that come and go, or None.
-        scaler: of fp16 training, or None.
-    """
-    if elastic is not None:
-        raise ValueError(
-            f"{owner}(island={island}, elastic={elastic!r}): a worker that joins would need the "
-            f"shards of each rank, and a snapshot has one rank's. Leave elastic out, or use "
-            f"LocalStepsStrategy(island={island}, elastic=...) with complete models."
-        )
-    if isinstance(outer, RadialDirectional):
-        raise ValueError(
-            f"{owner}(island={island}, outer={outer}): it averages norms of complete tensors, "
-            f"and a rank has shards; use outer={outer.sgd!r}."
-        )
-    if scaler is not None and scaler.is_enabled():
-        raise ValueError(
-            f"{owner}(island={island}, scaler=...): a model in shards reduces gradients in float32 "
-            f"or bfloat16, which need no loss scaling; leave it out."
-        )
-    refuse_curves(owner, controller)
 
 
 def _refuse_model(owner: str, model: Any, island: int) -> None:
@@ -902,8 +600,6 @@ def _refuse_model(owner: str, model: Any, island: int) -> None:
                 f"weights in shards, so no process has a worker's weights. Give each process the "
                 f"complete model, or shard it by fully_shard among N ranks and give island=N."
             )
-    if island == 1:
-        refuse_shards(owner, model, islands=True)
 
 
 _GRADIENTS = {"DistributedDataParallel", "DDP", "ReplicateModule"}

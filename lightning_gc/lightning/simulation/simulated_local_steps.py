@@ -11,26 +11,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_gc.attachment.attached_rounds import Given, refuse_members
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Flow
 from lightning_gc.core.pytree import each_tensor
+from lightning_gc.core.settings import takes_fields
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
-from lightning_gc.lightning.local_steps import LocalHooks
+from lightning_gc.lightning.local_steps_strategy import LocalHooks
 from lightning_gc.lightning.simulation.ddp import WorkerBuffers
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
-from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD, Unequal
+from lightning_gc.local_steps import RoundPlan
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
-from lightning_gc.local_steps.refusals import (
-    check_island,
-    refuse_elastic,
-    refuse_shards,
-    with_held,
-)
+from lightning_gc.local_steps.refusals import refuse_shards, with_held
 from lightning_gc.local_steps.roll import Entrance, Roll, Round
-from lightning_gc.local_steps.round_plan import Outer
 from lightning_gc.local_steps.simulated_clock import SimulatedClock
 from lightning_gc.local_steps.snapshot import digest_in_words, load_snapshot, snapshot_of
 from lightning_gc.local_steps.unequal import check_speeds
@@ -56,17 +52,11 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
     Costs W times weights, gradients, optimizer state, common weights and errors.
 
     Args:
-        compressor: as for ``LocalStepsStrategy``, like the next ten.
+        compressor: as for ``LocalStepsStrategy``, like the next four.
         memory: the error feedback rule, of differences of weights.
         scheme: how payloads become a mean.
         controller: chooses levels, epoch by epoch.
-        every: H, in optimizer steps.
-        outer: the step of the common weights.
-        delay: steps between an exchange and its effect.
-        merge: with a delay, how the result is taken over.
-        fragments: P.
         show: what validation and test see.
-        unequal: how unequal workers share a round. Not with ``roll``.
         workers: W, the number of simulated workers. Leave it out with ``roll`` or ``speeds``.
         roll: of an elastic run, or its file. The run is replayed: in each round its members take
             part, others come in and leave as they did. The weights have the same bits where
@@ -84,10 +74,11 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
             resume as a real one and vice versa.
         state_dtype: of errors in these files.
         min_numel: as for ``CompressedDDPStrategy``.
-        moments: of the optimizers that are averaged too.
-        island: N, processes of each worker. A step then takes W·N micro-batches, N in a row for
-            each worker, which steps with the mean of their gradients. That is the sum of a real
-            island's all-reduce, whose order decides the last bits for N above 2.
+        every, outer, delay, merge, fragments, moments, unequal, island: as ``RoundPlan`` describes;
+            without ``unequal`` if there is a ``roll``. With an island of N a step takes W·N
+            micro-batches, N in a row for each worker, which steps with the mean of their gradients.
+            That is the sum of a real island's all-reduce, whose order decides the last bits for N
+            above 2.
         kwargs: as for ``SingleDeviceStrategy``.
 
     Communication pattern:
@@ -113,20 +104,15 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         clock: predicts the time, if ``speeds`` are given.
     """
 
+    @takes_fields(RoundPlan)
     def __init__(
         self,
         compressor: Compressor | str,
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
         controller: Controller | str | None = None,
-        every: int | GrowingRounds = 32,
-        outer: Outer = OuterSGD(),  # noqa: B008 - frozen
-        delay: int = 0,
-        merge: Literal["rebase", "mix"] = "rebase",
-        fragments: int = 1,
-        show: Literal["common", "local"] = "common",
-        unequal: Unequal | None = None,
         *,
+        show: Literal["common", "local"] = "common",
         workers: int | None = None,
         roll: Roll | str | None = None,
         speeds: Sequence[float] | None = None,
@@ -135,12 +121,15 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         min_numel: int = MIN_NUMEL,
-        moments: InnerMoments | None = None,
-        island: int = 1,
         **kwargs: Any,
     ) -> None:
         owner = type(self).__name__
-        check_island(owner, island, unequal)
+        plan = RoundPlan.taken_from(owner, kwargs)
+        if plan.elastic is not None:
+            raise ValueError(
+                f"{owner}(elastic={plan.elastic!r}): elastic workers are processes; train them "
+                f"with LocalStepsStrategy, and replay their rounds here with roll=..."
+            )
         if speeds is not None:
             check_speeds(owner, "speeds", speeds)
             if roll is not None:
@@ -158,11 +147,11 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         number: Any = workers if self._replay is None else len(self._replay.numbers)
         self._configure_workers(compressor, number, network, kwargs)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        rounds = every, outer, delay, merge, fragments, show, state, moments, unequal, island
-        self._configure_rounds(*rounds)
+        self._configure_rounds(plan, show, state)
         if self._replay is not None:
-            parts = (self.controller, self.local_workers.configuration, 0, outer, unequal)
-            refuse_elastic(owner, "a roll", self.plan, *parts)
+            given = Given(self.local_workers.configuration, self.controller)
+            refuse_members(plan, "a roll", given)
+        unequal = plan.unequal
         if unequal is not None:
             unequal.check_workers(owner, self.workers)
             if speeds is None and (unequal.pace == "measured" or unequal.grace is not None):
@@ -188,7 +177,8 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
                 f"processes."
             )
         workers = self.local_workers
-        grace = None if self.unequal is None else self.unequal.grace
+        unequal = self.plan.unequal
+        grace = None if unequal is None else unequal.grace
         clock = SimulatedClock(self.speeds or (1.0,) * self.workers, grace)
         self.clock = None if self.speeds is None else clock
         exchanges = Exchanges(workers, self._ledger, self.root_device, clock)
@@ -197,9 +187,9 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         rounds = []
         for engine, end in zip(self.engines, exchanges.of, strict=True):
             present = partial(self._replicas.entered, engine.worker)
-            each = (module, workers.names, engine, end, self.plan, self.outer, present)
+            each = (module, workers.names, engine, end, self.plan, present)
             time = clock.of(engine.worker)
-            rounds.append(LocalRounds(*each, unequal=self.unequal, clock=time))
+            rounds.append(LocalRounds(*each, clock=time))
         self._keep(rounds)
         if self._replay is not None:
             self._replay.begin(rounds, self.engines, exchanges, lambda: self.optimizers)

@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,32 +17,31 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from lightning_gc.attachment.attached import Setup
-from lightning_gc.attachment.local_steps import (
+from lightning_gc.attachment.attached_rounds import (
     AttachedRounds,
-    Meet,
+    Given,
     Meeting,
-    among_islands,
-    among_ranks,
-    among_shards,
-    by_rendezvous,
-    refuse_in_shards,
+    MeetingPlace,
+    Rendezvous,
+    Shards,
+    place_of,
 )
 from lightning_gc.checkpoint.side_files import KEY
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
+from lightning_gc.core.settings import takes_fields
 from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.exchange.verification import Verify, verification
-from lightning_gc.exchange.workers import Workers, reshard
+from lightning_gc.exchange.workers import reshard
 from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.progress import steps_of
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
-from lightning_gc.local_steps import GrowingRounds, InnerMoments, OuterSGD, Unequal
-from lightning_gc.local_steps.elastic import Elastic, ElasticExchange, check_elastic
+from lightning_gc.local_steps import RoundPlan
+from lightning_gc.local_steps.elastic import ElasticExchange
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
@@ -51,23 +51,15 @@ from lightning_gc.local_steps.local_rounds import (
 )
 from lightning_gc.local_steps.refusals import (
     OwnSteps,
-    check_island,
-    check_rounds,
-    check_unequal,
-    refuse_elastic,
-    refuse_grace,
     refuse_optimizers,
-    refuse_settings,
-    refuse_shards,
     refuse_synchronised_norms,
     warn_of_one_round,
 )
 from lightning_gc.local_steps.roll import Roll
-from lightning_gc.local_steps.round_plan import Outer, RoundPlan
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import units_of
-from lightning_gc.sharded.sharded_workers import ShardedWorkers, replica_mesh
+from lightning_gc.sharded.sharded_workers import replica_mesh
 
 _LIGHTNING = ("pytorch_lightning.", "lightning.")
 """Where hooks are defined that a module does not override."""
@@ -81,18 +73,14 @@ class LocalHooks(CompressedStrategy):
     """Mixin: what validation, checkpoints, controllers and the monitor see of local steps.
 
     Attributes:
-        plan: when what is exchanged.
-        outer: the step of the common weights.
-        unequal: how unequal workers share a round, or None.
-        island: N, processes of each worker.
-        elastic: where workers meet that may die, leave and join, or None.
+        plan: of the rounds: every setting of local steps.
+        show: what validation and test see.
     """
 
     _all_rounds: Sequence[LocalRounds] = ()
     """Rounds of this process's workers, while fitting. Between steps the module is the first's."""
     _first_callback: type[FirstCallback]
     _first: FirstCallback | None = None
-    elastic: Elastic | None = None
     _own_steps: OwnSteps | None = None
     _steps_own = False
     """Whether the Trainer's optimizer step is under way, which counts."""
@@ -126,28 +114,19 @@ class LocalHooks(CompressedStrategy):
                 )
 
     def _configure_rounds(
-        self,
-        every: int | GrowingRounds,
-        outer: Outer,
-        delay: int,
-        merge: Literal["rebase", "mix"],
-        fragments: int,
-        show: Literal["common", "local"],
-        state: str,
-        moments: InnerMoments | None,
-        unequal: Unequal | None,
-        island: int,
+        self, plan: RoundPlan, show: Literal["common", "local"], state: str
     ) -> None:
-        owner = type(self).__name__
-        refuse_settings(owner, self.compressor, self.memory, self.controller, outer)
+        plan.check(self.compressor, self.memory, self.controller)
         if show not in ("common", "local"):
-            raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
-        self.plan = RoundPlan.of(owner, every, fragments, delay, merge, moments)
-        check_rounds(owner, self.plan, self.controller)
-        check_unequal(owner, self.plan, unequal)
-        self.outer, self.show, self.unequal, self.island = outer, show, unequal, island
+            raise ValueError(f"{plan.owner}(show={show!r}): use 'common' or 'local'.")
+        self.plan, self.show = plan, show
         self._keeps_mean = state == "mean"
         self.local_workers.exchanged = "weights"
+
+    @property
+    def island(self) -> int:
+        """N, the processes of each worker."""
+        return self.plan.island
 
     def _keep(self, rounds: Sequence[LocalRounds]) -> None:
         """Begin a fit with these rounds, and let checkpoints keep them."""
@@ -206,7 +185,8 @@ class LocalHooks(CompressedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass, and count the batch's tokens if rounds are weighted by them."""
         output = super().training_step(*args, **kwargs)
-        if self.unequal is not None and self.unequal.weigh == "tokens" and not self._rests():
+        unequal = self.plan.unequal
+        if unequal is not None and unequal.weigh == "tokens" and not self._rests():
             self._active_rounds().share.count(tokens_of(self.lightning_module, args[0]))
         return output
 
@@ -244,11 +224,11 @@ class LocalHooks(CompressedStrategy):
         first = self._all_rounds[0]
         if not first.apart and self._on_any(first.weights.moved):
             self._begin_at_loaded()
-        if self.elastic is None:  # else it is to get others' weights
+        if self.plan.elastic is None:  # else it is to get others' weights
             first.weights.refuse_not_finite(type(self).__name__)
         if self.controller is None and self.engines[0].worker == 0:
             steps = steps_of(self.lightning_module.trainer)
-            warn_of_few_rounds(type(self).__name__, self.compressor, steps, self.plan.every)
+            warn_of_few_rounds(type(self).__name__, self.compressor, steps, self.plan.shortest)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -367,7 +347,7 @@ class LocalHooks(CompressedStrategy):
     def _moment(self, trainer: Any, batch: int) -> Moment:
         """Return the moment with its steps counted in rounds, as the engine counts."""
         self._arrive()  # levels change between exchanges
-        every = self.plan.every if self._rounds is None else self._rounds.every
+        every = self.plan.shortest if self._rounds is None else self._rounds.every
         return in_rounds(super()._moment(trainer, batch), every)
 
     def _check_optimizers(self) -> None:
@@ -452,20 +432,7 @@ class LocalSteps(LocalHooks, RealWorker):
         memory: the error feedback rule, of differences of weights.
         scheme: how payloads become a mean.
         controller: chooses levels, epoch by epoch.
-        every: H, in optimizer steps, at least 1. More sends less, and lets workers drift apart. The
-            last round of a fit is shorter. ``GrowingRounds(alpha)``: H grows as the learning rate
-            falls.
-        outer: the step of the common weights; the default averages the workers' weights.
-            ``RadialDirectional`` averages norms and directions separately.
-        delay: steps of overlap, fewer than between two exchanges. 0: workers wait. Else training
-            goes on during the exchange, and its result is taken over so many steps later.
-        merge: with a delay, how. ``"rebase"``: the new common weights, plus how far the worker has
-            come since it has sent. ``"mix"``: the mean of these and its own weights.
-        fragments: P. Parameters are exchanged in so many parts, one after the other, each every H
-            steps: smaller messages, more evenly spread.
         show: ``"common"``: validation and test see the common weights. ``"local"``: worker i's own.
-        unequal: how workers that differ in speed, data or health share a round; None: all make H
-            steps and count equally.
         seed: of the compressor's private random numbers, equal on all workers.
         state: in checkpoints. ``"full"``: every worker's weights, optimizers and errors, in its own
             file in the folder ``lightning_gc_state`` beside the checkpoint; runs resume bit for
@@ -476,15 +443,12 @@ class LocalSteps(LocalHooks, RealWorker):
         verify: n: in every n-th exchange workers compare their means, and for n > 1 the common
             weights; as for ``CompressedDDPStrategy``.
         min_numel: as for ``CompressedDDPStrategy``.
-        moments: ``InnerMoments()`` averages moments of the optimizers too, every few rounds. None:
-            each worker keeps its own.
-        elastic: where workers meet that may die, leave and join. Each is then a separate job,
-            with ``Trainer(devices=1, num_nodes=1, max_steps=...)``.
-        island: N, the number of consecutive ranks that train as one worker, such as a node's. They
-            average their gradients in each step, by ``DistributedDataParallel``. All workers have
-            N processes. With ``elastic`` each job has N. Above 1 the module may be in shards: it
-            calls ``fully_shard(module, mesh=self.device_mesh["data_parallel"])`` in
-            ``configure_model``, as for ``CompressedHSDPStrategy``.
+        every, outer, delay, merge, fragments, moments, unequal, island, elastic: when what is
+            exchanged with whom, as ``RoundPlan`` describes. An island averages gradients by
+            ``DistributedDataParallel``; its module may be in shards instead, if it calls
+            ``fully_shard(module, mesh=self.device_mesh["data_parallel"])`` in ``configure_model``,
+            as for ``CompressedHSDPStrategy``. An elastic worker is a job of its own with
+            ``Trainer(devices=1, num_nodes=1, max_steps=...)``, or N devices with an island of N.
         ddp_kwargs: as for Lightning's ``DDPStrategy``: ``start_method``,
             ``process_group_backend``, ``timeout``, ... What is for its wrapper is allowed with an
             ``island`` of several.
@@ -520,7 +484,7 @@ class LocalSteps(LocalHooks, RealWorker):
     Example:
         >>> from lightning_gc import LocalStepsStrategy, TopK
         >>> strategy = LocalStepsStrategy(TopK(density=0.03), every=8)
-        >>> strategy.memory.decay, strategy.outer
+        >>> strategy.memory.decay, strategy.plan.outer
         (1.0, OuterSGD(lr=1.0, momentum=0.0, nesterov=False))
 
     Reference:
@@ -533,51 +497,50 @@ class LocalSteps(LocalHooks, RealWorker):
         recording: the byte and time account of this worker, while fitting.
     """
 
+    @takes_fields(RoundPlan)
     def __init__(
         self,
         compressor: Compressor | str,
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
         controller: Controller | str | None = None,
-        every: int | GrowingRounds = 32,
-        outer: Outer = OuterSGD(),  # noqa: B008 - frozen
-        delay: int = 0,
-        merge: Literal["rebase", "mix"] = "rebase",
-        fragments: int = 1,
+        *,
         show: Literal["common", "local"] = "common",
-        unequal: Unequal | None = None,
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         verify: Verify = 0,
         min_numel: int = MIN_NUMEL,
-        moments: InnerMoments | None = None,
-        elastic: Elastic | None = None,
-        island: int = 1,
         **ddp_kwargs: Any,
     ) -> None:
         owner = "LocalStepsStrategy"
-        check_island(owner, island, unequal)
+        plan = RoundPlan.taken_from(owner, ddp_kwargs)
+        wraps = plan.island > 1
         given = changed(type(self), ddp_kwargs, DistributedDataParallel.__init__)
-        refuse_wrapper_arguments(owner, given, wraps=island > 1)
-        wrapper = (DistributedDataParallel.__init__,) if island > 1 else ()
+        refuse_wrapper_arguments(owner, given, wraps=wraps)
+        wrapper = (DistributedDataParallel.__init__,) if wraps else ()
         refuse_unknown(type(self), compressor, given, *wrapper)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        rounds = every, outer, delay, merge, fragments, show, state, moments, unequal, island
-        self._configure_rounds(*rounds)
-        refuse_grace(owner, unequal)
+        self._configure_rounds(plan, show, state)
         verification(verify, owner)
         self.verify = verify
-        check_elastic(elastic, owner)
-        if elastic is not None:
-            configuration = self.local_workers.configuration
-            parts = (self.controller, configuration, verify, outer, unequal)
-            refuse_elastic(owner, elastic, self.plan, *parts)
-        self.elastic = elastic
+        self._place = place_of(plan)
+        self._place.refuse(plan, self._given)
         self._exchange: ElasticExchange | None = None
-        self._wanted: int | None = None
         self._broadcast_each_batch: Callable[[], None] = _nothing
         super().__init__(**ddp_kwargs)
+
+    @property
+    def _form(self) -> "WholeModule":
+        """How the module is kept; it may be put in shards after the strategy was made."""
+        if units_of(self.lightning_module):
+            return ShardedModule(self.lightning_module, self.global_rank)
+        return WholeModule()
+
+    @property
+    def _given(self) -> Given:
+        configuration = self.local_workers.configuration
+        return Given(configuration, self.controller, self.verify)
 
     def setup_environment(self) -> None:
         """Join the other ranks; give a module that may be sharded the mesh of its island."""
@@ -589,70 +552,37 @@ class LocalSteps(LocalHooks, RealWorker):
             self.lightning_module._device_mesh = replica_mesh(*parts)
 
     def setup(self, trainer: Any) -> None:
-        if self._in_shards and trainer.state.fn != "fit":
-            raise ValueError(
-                f"{type(self).__name__}: a module in shards is only trained here. Validate or test "
-                f"it with Trainer(strategy=ModelParallelStrategy())."
-            )
+        self._form.refuse_outside_of_fit(type(self).__name__, trainer)
         super().setup(trainer)
-
-    @property
-    def _in_shards(self) -> bool:
-        """Whether a rank has a part of the module only."""
-        return bool(units_of(self.lightning_module))
-
-    def _meet_in_shards(self, module: Any) -> Meet:
-        reshard(module)  # else optimizers would have what FSDP2 has gathered in a fit before
-        owner = type(self).__name__
-        settings = self.island, self.outer, self.controller, self.elastic, self._scaler()
-        refuse_in_shards(owner, *settings)
-        if self._saving.mode != "full":
-            raise ValueError(
-                f"{owner}(island={self.island}, state={self._saving.mode!r}): only each rank's own "
-                f"file has its shards of the optimizers; use state='full'."
-            )
-        return among_shards(module, self.island)
 
     def configure_ddp(self) -> None:
         """Start the exchange at worker 0's weights; wrap the module only in an island of DDP."""
-        module = self.model
+        module, plan = self.model, self.plan
         trainer = self.lightning_module.trainer
         self._refuse_trainer(trainer, module)
-        in_shards = self.island > 1 and self._in_shards
-        if in_shards:
-            meet = self._meet_in_shards(module)
-        else:
-            refuse_shards(type(self).__name__, module, islands=True)
-            alone = among_ranks if self.island == 1 else among_islands(self.island)
-            meet = alone if self.elastic is None else self._meet
-        kind = ShardedWorkers if in_shards else Workers
-        if type(self.local_workers) is not kind:
-            self.local_workers = kind(self.local_workers.configuration)
-            self.local_workers.exchanged = "weights"
-        parts = (self.plan, self.outer, self.unequal, self._keep, meet)
-        self._attach(lambda setup: AttachedRounds(module, setup, *parts))
-        rounds, elastic = self._all_rounds[0], self.elastic
-        self._broadcast_each_batch = broadcast_only(
-            lambda: elastic is not None or rounds.position == 0, trainer
-        )
-        if self.island > 1 and not in_shards:
-            self._ddp_kwargs["process_group"] = self._handle.meeting.inside
-            super().configure_ddp()
-
-    def _meet(self, setup: Setup, agreed: Mapping[str, str]) -> Meeting:
-        """Connect to the rendezvous; what the rounds need is there before they begin."""
-        trainer = self.lightning_module.trainer
-        if trainer.max_steps is None or trainer.max_steps < 0:
+        place = self._form.place(plan, self._place)
+        place.refuse(plan, replace(self._given, scaler=self._scaler()))
+        place.refuse_module(plan.owner, module)
+        self._form.refuse_state(plan, self._saving.mode)
+        if plan.elastic is not None and (trainer.max_steps is None or trainer.max_steps < 0):
             raise ValueError(
                 "Elastic workers count their steps together, so that all end at the same one; use "
                 "Trainer(max_steps=...)."
             )
-        assert self.elastic is not None
-        wanted, self._wanted = self._wanted, None
-        meeting = by_rendezvous(self.elastic, wanted, self.island)(setup, agreed)
-        assert isinstance(meeting.exchange, ElasticExchange)
-        self._exchange = meeting.exchange
-        return meeting
+        if type(self.local_workers) is not place.kind:
+            self.local_workers = place.kind(self.local_workers.configuration)
+            self.local_workers.exchanged = "weights"
+        self._attach(lambda setup: AttachedRounds(module, setup, plan, self._keep, place))
+        self._place = place_of(plan)  # a number in a checkpoint is asked for once
+        exchange = self._handle.meeting.exchange
+        self._exchange = exchange if isinstance(exchange, ElasticExchange) else None
+        rounds = self._all_rounds[0]
+        self._broadcast_each_batch = broadcast_only(
+            lambda: plan.elastic is not None or rounds.position == 0, trainer
+        )
+        if plan.island > 1 and self._form.wraps:
+            self._ddp_kwargs["process_group"] = self._handle.meeting.inside
+            super().configure_ddp()
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load; note the number that this worker had, before it asks for one."""
@@ -660,7 +590,8 @@ class LocalSteps(LocalHooks, RealWorker):
         kept = loaded.get(KEY)
         common = kept.get("common") if isinstance(kept, dict) else None
         number = common.get("elastic", {}).get("number") if isinstance(common, dict) else None
-        self._wanted = number if isinstance(number, int) else None
+        if isinstance(self._place, Rendezvous) and isinstance(number, int):
+            self._place = replace(self._place, wanted=number)
         return loaded
 
     def on_train_start(self) -> None:
@@ -700,52 +631,26 @@ class LocalSteps(LocalHooks, RealWorker):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the common weights and buffers, as copies; those in shards complete on rank 0."""
-        state = super().lightning_module_state_dict()
-        shards = {name: each for name, each in state.items() if isinstance(each, DTensor)}
-        if shards and self.lightning_module.trainer.interrupted:
-            raise RuntimeError(
-                "The module is in shards, and other ranks may not take part after an exception, so "
-                "no checkpoint is written. Save within training."
-            )
-        for name, each in shards.items():
-            whole = each.full_tensor()  # one by one: a device may not hold all of them
-            state[name] = whole.cpu()
-            if self.global_rank != 0:
-                del state[name]
-        return state
+        return self._form.complete(super().lightning_module_state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._in_shards:
-            super().load_model_state_dict(checkpoint, strict)
-            return
-        options = StateDictOptions(full_state_dict=True, strict=strict)
-        set_model_state_dict(self.lightning_module, checkpoint["state_dict"], options=options)
+        self._form.load(super().load_model_state_dict, checkpoint, strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing of a module in shards: each rank's file has its own."""
-        return {} if self._in_shards else super().optimizer_state(optimizer)
+        state: dict[str, Any] = self._form.optimizer_state(super().optimizer_state, optimizer)
+        return state
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """As for complete models; of a module in shards restore what this rank's file has."""
-        if self._in_shards:
-            checkpoint = {**checkpoint, "optimizer_states": []}
-        super().load_optimizer_state_dict(checkpoint)
+        """Restore each worker's own optimizers where they were saved, else worker 0's."""
+        super().load_optimizer_state_dict(self._form.with_optimizers(checkpoint))
 
     def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:
-        if self._in_shards and self.global_rank == 0:
-            warnings.warn(
-                "The checkpoint has no shards of the optimizers' states, so optimizers begin "
-                "without a state.",
-                stacklevel=2,
-            )
+        self._form.warn_of_new_optimizers()
 
     def _start_alike(self) -> None:
         assert self._rounds is not None
-        if self._in_shards:
-            self._handle.meeting.begin(self.lightning_module)
-            return
         buffers = self._rounds.weights.buffers.alike(self.root_device)
-        broadcast_all((*self.lightning_module.parameters(), *buffers))
+        self._form.share(self._handle.meeting, self.lightning_module, buffers)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make this worker's own step; exchange if a round is over, or the run."""
@@ -765,6 +670,118 @@ class LocalSteps(LocalHooks, RealWorker):
             leave(inside, self._failed)
         self._broadcast_each_batch()
         self._broadcast_each_batch = _nothing  # a closure could not be sent to a process
+
+
+class WholeModule:
+    """How a module with complete weights is connected, saved and loaded: as Lightning does.
+
+    Attributes:
+        wraps: an island wraps it in ``DistributedDataParallel``.
+    """
+
+    wraps = True
+
+    def refuse_outside_of_fit(self, owner: str, trainer: Any) -> None:
+        """Raise ValueError for validation or a test by itself, if they cannot be run."""
+
+    def refuse_state(self, plan: RoundPlan, mode: str) -> None:
+        """Raise ValueError for checkpoints that would miss a part of the optimizers."""
+
+    def place(self, plan: RoundPlan, among: MeetingPlace) -> MeetingPlace:
+        """Return where workers meet; ``among``: those with complete modules."""
+        return among
+
+    def share(self, meeting: Meeting, module: Any, buffers: Sequence[torch.Tensor]) -> None:
+        """Give all workers the weights and buffers of worker 0."""
+        broadcast_all((*module.parameters(), *buffers))
+
+    def complete(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the module's state as a checkpoint has it."""
+        return state
+
+    def load(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load the module's weights; ``own`` is Lightning's way."""
+        own(checkpoint, strict)
+
+    def optimizer_state(self, own: Callable[[Any], dict[str, Any]], optimizer: Any) -> Any:
+        """Return an optimizer's state for the checkpoint; ``own`` is Lightning's way."""
+        return own(optimizer)
+
+    def with_optimizers(self, checkpoint: Any) -> Any:
+        """Return a checkpoint whose optimizers' states Lightning can load."""
+        return checkpoint
+
+    def warn_of_new_optimizers(self) -> None:
+        """Warn if optimizers begin without a state: Lightning has loaded worker 0's."""
+
+
+class ShardedModule(WholeModule):
+    """The same for an island's module in shards of FSDP2; each rank's side file has its own part.
+
+    Args:
+        module: that ``fully_shard`` was called on.
+        rank: of this process among all.
+    """
+
+    wraps = False
+
+    def __init__(self, module: Any, rank: int) -> None:
+        self._module, self._rank = module, rank
+
+    def refuse_outside_of_fit(self, owner: str, trainer: Any) -> None:
+        if trainer.state.fn != "fit":
+            raise ValueError(
+                f"{owner}: a module in shards is only trained here. Validate or test it with "
+                f"Trainer(strategy=ModelParallelStrategy())."
+            )
+
+    def refuse_state(self, plan: RoundPlan, mode: str) -> None:
+        if mode != "full":
+            raise ValueError(
+                f"{plan.owner}(island={plan.island}, state={mode!r}): only each rank's own file "
+                f"has its shards of the optimizers; use state='full'."
+            )
+
+    def place(self, plan: RoundPlan, among: MeetingPlace) -> MeetingPlace:
+        if plan.island == 1:
+            return among
+        reshard(self._module)  # else optimizers would have what FSDP2 gathered in an earlier fit
+        return Shards(self._module, plan.island)
+
+    def share(self, meeting: Meeting, module: Any, buffers: Sequence[torch.Tensor]) -> None:
+        meeting.begin(module)
+
+    def complete(self, state: dict[str, Any]) -> dict[str, Any]:
+        shards = {name: each for name, each in state.items() if isinstance(each, DTensor)}
+        if shards and self._module.trainer.interrupted:
+            raise RuntimeError(
+                "The module is in shards, and other ranks may not take part after an exception, so "
+                "no checkpoint is written. Save within training."
+            )
+        for name, each in shards.items():
+            whole = each.full_tensor()  # one by one: a device may not hold all of them
+            state[name] = whole.cpu()
+            if self._rank != 0:
+                del state[name]
+        return state
+
+    def load(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        set_model_state_dict(self._module, checkpoint["state_dict"], options=options)
+
+    def optimizer_state(self, own: Callable[[Any], dict[str, Any]], optimizer: Any) -> Any:
+        return {}
+
+    def with_optimizers(self, checkpoint: Any) -> Any:
+        return {**checkpoint, "optimizer_states": []}
+
+    def warn_of_new_optimizers(self) -> None:
+        if self._rank == 0:
+            warnings.warn(
+                "The checkpoint has no shards of the optimizers' states, so optimizers begin "
+                "without a state.",
+                stacklevel=2,
+            )
 
 
 def _nothing() -> None:
