@@ -18,7 +18,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_gc.attachment.attached import ModuleHook, Setup
-from lightning_gc.attachment.attached_rounds import AttachedRounds, Given, Shards, place_of
+from lightning_gc.attachment.attached_rounds import (
+    AttachedRounds,
+    Given,
+    MeetingPlace,
+    Shards,
+    place_of,
+)
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
@@ -60,24 +66,26 @@ class StepCount:
     Args:
         owner: the class, for the warning.
         optimizer: of the loop.
+        entered: the worker takes part from the beginning.
 
     Attributes:
+        entered: whether it has come into the run.
         steps: that are done.
         total: of the run; None: not known.
         schedulers: that the loop steps once after each optimizer step.
     """
 
-    def __init__(self, owner: str, optimizer: Optimizer) -> None:
-        self._owner, self._optimizer = owner, optimizer
+    def __init__(self, owner: str, optimizer: Optimizer, *, entered: bool) -> None:
+        self._owner, self.optimizer, self.entered = owner, optimizer, entered
         self.steps = 0
         self.total: int | None = None
         self.schedulers: Sequence[LRScheduler] = ()
 
     def go_on_from(self, steps: int) -> None:
         """Count from here, with an optimizer that begins again and learning rates of this step."""
-        self._optimizer.state.clear()
+        self.optimizer.state.clear()
         missing, self.steps = steps - self.steps, steps
-        if missing > 0 and not self.schedulers and hasattr(self._optimizer.step, _SCHEDULED):
+        if missing > 0 and not self.schedulers and hasattr(self.optimizer.step, _SCHEDULED):
             warnings.warn(
                 f"{self._owner}: this worker goes on with step {steps}, and its learning-rate "
                 f"scheduler is {missing} steps behind. Use until(total, scheduler).",
@@ -113,17 +121,13 @@ class LocalSteps(AttachedRounds):
     join. The loop is then ``for step in local.until(1000):``. It chooses its batches by ``step``
     and ``local.number``. An exception, Ctrl-C's too, leaves the run: another worker gets the error.
 
-    With ``island`` N consecutive ranks are one worker, whose model FSDP2 has in shards. They
-    average their gradients in every step. Rank s of each worker exchanges its shards with rank s of
-    the others.
-
     Args:
         model: the module that is trained. All workers begin with worker 0's weights and buffers.
         optimizer: of the model's parameters. Every worker makes the same number of steps.
         compressor: as for ``LocalStepsStrategy``, like all arguments that are not described here.
         memory: the error feedback rule, of differences of weights.
         scheme: how payloads become a mean.
-        controller: chooses levels or H; the loop calls ``begin_epoch`` or ``begin_batch``.
+        controller: of levels or H; the loop calls ``begin_epoch`` or ``begin_batch``.
         scaler: of fp16 training. A step that it skips counts as a step, so workers agree on the
             rounds.
         seed: of the compressor's private random numbers.
@@ -200,59 +204,32 @@ class LocalSteps(AttachedRounds):
                 f"{owner}(elastic=..., timeout={timeout!r}): elastic workers wait as long as "
                 f"Elastic(timeout={plan.elastic.timeout:g}) says, in seconds; set it there."
             )
-        _refuse_model(owner, model, plan.island)
-        place.refuse_module(owner, model)
-        if plan.island > 1:
-            reshard(model)
-        refuse_synchronised_norms(owner, model)
-        refuse_optimizers(owner, [optimizer])
-        self._optimizer = _with_hooks(owner, optimizer)
-        device = _device_of(owner, model, self._optimizer)
-        if plan.elastic is None:
-            _refuse_process_group(owner, device)
+        optimizer = _judged(model, optimizer, plan, place)
         if any(each._module is model for each in self._open):
             raise ValueError(
                 f"{owner}: this model's weights or gradients are exchanged already; close the "
                 f"handle before you make another one."
             )
+        device = next(p.device for p in model.parameters() if p.requires_grad)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scaler, self._owner = scaler, owner
-        self._count, self._entered = StepCount(owner, self._optimizer), plan.elastic is None
-        self._scaling = False
+        self._count = StepCount(owner, optimizer, entered=plan.elastic is None)
         workers = place.kind(configuration)
         workers.exchanged = "weights"
-        optimizers = [self._optimizer]
+        optimizers = [optimizer]
         more_workers = "start more processes, or leave LocalSteps out"
         settings = scaler, timeout, verify, more_workers
         setup = Setup(owner, workers, controller, lambda: optimizers, device, *settings)
         super().__init__(model, setup, plan, self._keep_rounds, place)
-        self._listen()
-        if scaler is not None:
-            self._count_attempts(scaler)
+        self._loop = LoopSteps(self, model, self._count, scaler)
+        self._watching += self._loop.watching
 
-    def _listen(self) -> None:
-        """Hear steps, forward passes and loaded weights."""
-        names, module = self._workers.names, self._module
-        every = self._every
-        fix = f"Call finish(), and make {self._owner} again with the optimizer that steps"
-        hooks = self._before_step, self._after_step
-        self._own_steps = own = OwnSteps(self._owner, names, every, *hooks, fix=fix)
-        own.begin([self._optimizer])
-        self._changes = changes = OutsideChanges(self._owner, module, self.rounds)
-        parts = self._owner, names, every, lambda: own.inside, changes.look
-        self._passes = UncountedPasses(*parts)
-        before, after = ModuleHook(self._passes.before), ModuleHook(self._passes.after)
-        loaded = ModuleHook(changes.note_loaded).watch
-        self._watching += [
-            module.register_forward_pre_hook(before.watch),
-            module.register_forward_hook(after.watch),
-            *(each.register_load_state_dict_post_hook(loaded) for each in module.modules()),
-        ]
+    _loop: LoopSteps | None = None  # while it starts, it may fail and be closed
 
-    def _every(self) -> int:
-        return self.rounds.length
-
-    _own_steps: OwnSteps | None = None
+    @property
+    def _heard(self) -> LoopSteps:
+        assert self._loop is not None
+        return self._loop
 
     def _keep_rounds(self, rounds: Sequence[LocalRounds]) -> None:
         workers = self._workers
@@ -305,56 +282,19 @@ class LocalSteps(AttachedRounds):
             )
         count.total, count.schedulers = total, schedulers
         warn_of_one_round(self._owner, total, self.rounds.every)
-        if not self._entered:
+        if not count.entered:
             count.steps = exchange.steps
             exchange.enter(self.rounds, count)
-            self._entered = True
+            count.entered = True
         while count.steps < total:
             yield count.steps
 
     def stepped(self, ends: bool = False) -> None:
         """As for ``AttachedRounds``; count the step, too."""
         count = self._count
-        self._passes.step()
-        self._changes.counted()
+        self._heard.counted()
         super().stepped(ends or count.steps + 1 == count.total)
         count.steps += 1
-
-    def _before_step(self) -> None:
-        """Refuse a step that would be lost, or be taken for another one."""
-        if not self._entered:
-            raise RuntimeError(
-                f"{self._owner}(elastic=...): the worker has not come into the run yet, and would "
-                f"lose this step. Let the loop be: for step in local.until(total)."
-            )
-        self._changes.judge(self._own_steps is not None and self._own_steps.begun)
-
-    def _after_step(self) -> None:
-        if self._scaler is None:
-            self.stepped()
-        elif not self._scaling:
-            raise RuntimeError(
-                f"{self._owner}(..., scaler=...): the optimizer made a step without the scaler, "
-                f"which counts the steps. Call scaler.step(optimizer), or leave scaler out."
-            )
-
-    def _count_attempts(self, scaler: Any) -> None:
-        """Count a step that the scaler skips too: scalers are local, and H is common."""
-        step = scaler.step
-
-        @wraps(step)
-        def counted(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self not in self._open or innermost(optimizer) is not self._optimizer:
-                return step(optimizer, *args, **kwargs)
-            self._scaling = True
-            try:
-                output = step(optimizer, *args, **kwargs)
-            finally:
-                self._scaling = False
-            self.stepped()
-            return output
-
-        scaler.step = counted
 
     def decide(self, epoch: int, moment: Callable[[], Moment]) -> None:
         """As for ``Attached``; levels change between exchanges, and steps count in rounds."""
@@ -391,7 +331,7 @@ class LocalSteps(AttachedRounds):
         self.rounds.restart()
         self.meeting.begin(self._module)
         self.rounds.begin(*self.rounds.weights.held())
-        self._changes.forget()
+        self._heard.changes.forget()
 
     def state_dict(self, mode: Literal["full", "mean"] = "full") -> dict[str, Any]:
         """Return all that this worker needs to go on, between steps; every rank saves its own.
@@ -404,7 +344,7 @@ class LocalSteps(AttachedRounds):
             mode: as for ``Attached``. ``"mean"`` has the optimizer of the worker that saves it.
         """
         self.rounds.arrive()
-        self._changes.warn(self._changes.found())
+        self._heard.changes.warn()
         return super().state_dict(mode)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -426,7 +366,7 @@ class LocalSteps(AttachedRounds):
             first = state if isinstance(state, Mapping) else state[0]
             self._own[0].take(first["own"][ROUNDS])
             self._own[0].load_optimizers()
-        self._changes.forget()
+        self._heard.changes.forget()
 
     def finish(self) -> None:
         """Exchange what is left, so that all workers end with the common weights; then close.
@@ -441,8 +381,7 @@ class LocalSteps(AttachedRounds):
             PeerError: the last exchange failed.
         """
         if self in self._open and self._elastic is None:
-            steps, changed = self.rounds.position, self._changes.found()
-            self._changes.warn(changed)
+            steps, changed = self.rounds.position, self._heard.changes.warn()
             if self.rounds.apart or self._on_any(bool(changed)):
                 if not self._workers.first.step:
                     warn_of_one_round(self._owner, steps, self.rounds.length)
@@ -476,8 +415,94 @@ class LocalSteps(AttachedRounds):
             self.end(failed=True)
 
     def _detach(self) -> None:
-        if self._own_steps is not None:
-            self._own_steps.end()
+        if self._loop is not None:
+            self._loop.end()
+
+
+class LoopSteps:
+    """Hears a loop's optimizer steps, forward passes and loaded weights.
+
+    Args:
+        local: counts the steps.
+        module: that is trained.
+        count: of its steps.
+        scaler: of fp16 training, or None.
+
+    Attributes:
+        changes: of weights, outside of steps.
+        watching: hooks of the module.
+    """
+
+    def __init__(self, local: LocalSteps, module: nn.Module, count: StepCount, scaler: Any) -> None:
+        self._local, self._count, self._scaler = local, count, scaler
+        self._scaling = self._ended = False
+        self._owner = owner = type(local).__name__
+        rounds = local.rounds
+
+        def every() -> int:
+            return rounds.length
+
+        fix = f"Call finish(), and make {owner} again with the optimizer that steps"
+        self.own = own = OwnSteps(owner, rounds.names, every, self._before, self._after, fix=fix)
+        own.begin([count.optimizer])
+        self.changes = changes = OutsideChanges(owner, module, rounds)
+        parts = owner, rounds.names, every, lambda: own.inside, changes.look
+        self._passes = UncountedPasses(*parts)
+        before, after = ModuleHook(self._passes.before), ModuleHook(self._passes.after)
+        loaded = ModuleHook(changes.note_loaded).watch
+        self.watching = [
+            module.register_forward_pre_hook(before.watch),
+            module.register_forward_hook(after.watch),
+            *(each.register_load_state_dict_post_hook(loaded) for each in module.modules()),
+        ]
+        if scaler is not None:
+            self._count_attempts(scaler)
+
+    def counted(self) -> None:
+        """Note that a step has been counted."""
+        self._passes.step()
+        self.changes.counted()
+
+    def end(self) -> None:
+        """Hear no more steps."""
+        self._ended = True
+        self.own.end()
+
+    def _before(self) -> None:
+        """Refuse a step that would be lost, or be taken for another one."""
+        if not self._count.entered:
+            raise RuntimeError(
+                f"{self._owner}(elastic=...): the worker has not come into the run yet, and would "
+                f"lose this step. Let the loop be: for step in local.until(total)."
+            )
+        self.changes.judge(self.own.begun)
+
+    def _after(self) -> None:
+        if self._scaler is None:
+            self._local.stepped()
+        elif not self._scaling:
+            raise RuntimeError(
+                f"{self._owner}(..., scaler=...): the optimizer made a step without the scaler, "
+                f"which counts the steps. Call scaler.step(optimizer), or leave scaler out."
+            )
+
+    def _count_attempts(self, scaler: Any) -> None:
+        """Count a step that the scaler skips too: scalers are local, and H is common."""
+        step = scaler.step
+
+        @wraps(step)
+        def counted(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._ended or innermost(optimizer) is not self._count.optimizer:
+                return step(optimizer, *args, **kwargs)
+            self._scaling = True
+            try:
+                output = step(optimizer, *args, **kwargs)
+            finally:
+                self._scaling = False
+            self._local.stepped()
+            return output
+
+        scaler.step = counted
 
 
 class OutsideChanges:
@@ -547,8 +572,9 @@ class OutsideChanges:
             )
         self.warn(changed)
 
-    def warn(self, changed: str) -> None:
-        """Warn that these weights have changed, if there are any."""
+    def warn(self, changed: str | None = None) -> str:
+        """Warn that these weights have changed, if any; None: look. Return which."""
+        changed = self.found() if changed is None else changed
         if changed:
             warnings.warn(
                 f"{self._owner}: weights have changed since the last exchange without a step of "
@@ -558,6 +584,7 @@ class OutsideChanges:
                 f"optimizer.register_step_post_hook, before you make {self._owner}.",
                 stacklevel=4,
             )
+        return changed
 
 
 def _refuse_unknown(cls: type, given: Mapping[str, Any]) -> None:
@@ -579,6 +606,23 @@ def _refuse_pace(plan: RoundPlan) -> None:
             f"{owner}(unequal=Unequal(weigh='tokens')): the loop's batches are not seen; use "
             f"weigh='equal', or LocalStepsStrategy."
         )
+
+
+def _judged(
+    model: nn.Module, optimizer: Optimizer, plan: RoundPlan, place: MeetingPlace
+) -> Optimizer:
+    """Return the optimizer that torch knows; refuse it or the module."""
+    _refuse_model(plan.owner, model, plan.island)
+    place.refuse_module(plan.owner, model)
+    if plan.island > 1:
+        reshard(model)
+    refuse_synchronised_norms(plan.owner, model)
+    refuse_optimizers(plan.owner, [optimizer])
+    found = _with_hooks(plan.owner, optimizer)
+    device = _device_of(plan.owner, model, found)
+    if plan.elastic is None:
+        _refuse_process_group(plan.owner, device)
+    return found
 
 
 def _refuse_model(owner: str, model: Any, island: int) -> None:

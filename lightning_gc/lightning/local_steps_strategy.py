@@ -328,7 +328,7 @@ class LocalHooks(CompressedStrategy):
         return self.worker % self.island
 
     def figures(self) -> dict[str, float]:
-        return {} if self._rounds is None else self._rounds.figures
+        return {} if self._rounds is None else self._rounds.exchange.figures
 
     def teardown(self) -> None:
         super().teardown()

@@ -110,6 +110,196 @@ class Flight:
     astray: bool = False
 
 
+class FragmentExchange:
+    """Sends how far a worker has come in a fragment, and takes the mean over all workers over.
+
+    Args:
+        engine: this worker's.
+        exchanger: carries it out.
+        plan: of the rounds.
+        weights: the common ones, which it moves.
+        share: this worker's in the rounds.
+        parts: sums over the processes of this worker, if each has a part of the parameters.
+
+    Attributes:
+        optimizers: returns this worker's, when a round ends.
+        flight: the exchange that has not been taken over yet, or None.
+        figures: of the last exchange, for the monitor.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        exchanger: Exchanger,
+        plan: RoundPlan,
+        weights: CommonWeights,
+        share: Share,
+        parts: Parts,
+    ) -> None:
+        self._engine, self._exchanger, self._plan = engine, exchanger, plan
+        self._weights, self._share, self._parts = weights, share, parts
+        self.optimizers: Callable[[], Sequence[torch.optim.Optimizer]] = tuple
+        self.flight: Flight | None = None
+        self.figures: dict[str, float] = {}
+        self._lost = 0  # exchanges in a row
+
+    def send(
+        self, index: int, delay: int, steps: int, rate: float | None = None, *, wait: bool = False
+    ) -> None:
+        """Begin the exchange of a fragment; with the last one, exchange what is common too.
+
+        Args:
+            index: of the fragment.
+            delay: steps until it is taken over.
+            steps: since its exchange before.
+            rate: the learning rate, on which the next round's length depends.
+            wait: the others wait for this worker however late it is.
+        """
+        share, last = self._share, index == self._plan.fragments - 1
+        fragment = self._weights.fragments[index]
+        distance = fragment.distance()
+        if self._parts.several:  # all processes of a worker lose a round, or none does
+            distance.masked_fill_(self._on_any_part(~distance.isfinite().all()), torch.nan)
+        norms_wanted = self._engine.statistics.norms_wanted
+        drift = torch.linalg.vector_norm(distance) if norms_wanted else None
+        share.depart(wait=wait)
+        sent = fragment.weights() if delay else fragment.start() if share.late else None
+        flight = Flight(index, distance, {}, delay, steps, sent, [], drift)
+        if share.agrees:
+            # Scales the distance in place, so no exchanger that repeats a round may call it again.
+            own = share.contribute(index, distance, fragment.shapes)
+            flight.gathered = own[1]
+            flight.arriving.append(self._exchanger.run(lambda: own, own[1]))
+        flight.arriving.append(self._exchanger.submit(distance, fragment.shapes))
+        if last:
+            self._send_common(flight, rate)
+        self.flight = flight
+
+    def _send_common(self, flight: Flight, rate: float | None) -> None:
+        """Exchange buffers, and the learning rate and moments that are due."""
+        late, arriving = self._share.late, flight.arriving
+        first = [self._weights.buffers.exchange(flight.buffers, late)]
+        moved = first[0][1]
+
+        def again() -> tuple[Flow, Tensor]:
+            return first.pop() if first else self._weights.buffers.exchange(flight.buffers, late)
+
+        if moved.numel():
+            arriving.append(self._exchanger.run(again, moved))
+        if self._plan.growing is not None and rate is not None:
+            device = flight.mean.device
+            mean_rate = torch.tensor([rate], dtype=torch.float64, device=device)
+
+            def of_rate() -> tuple[Flow, Tensor]:
+                mean_rate.fill_(rate)
+                return mean_of(mean_rate), mean_rate
+
+            flight.rate = mean_rate
+            arriving.append(self._exchanger.run(of_rate, mean_rate))
+        flight.moments = moments = self._moments()
+        if moments is not None:
+            flat = moments.flat
+            arriving.append(self._exchanger.run(lambda: (mean_of(flat), flat), flat))
+
+    def _moments(self) -> Moments | None:
+        """Return the optimizers' moments that are averaged with this round, if any."""
+        if self._plan.moments is None:
+            return None
+        due = self._plan.moments.due(self._engine.step // self._plan.fragments + 1)
+        params = {n: p for each in self._weights.fragments for n, p in each.params.items()}
+        return Moments(due, params, self.optimizers()) if due else None
+
+    def arrive(self) -> bool:
+        """Wait for the exchange under way, if any; return whether one has arrived now."""
+        flight, share = self.flight, self._share
+        if flight is None or not flight.arriving:
+            return False
+        waiting = share.pause()
+        self._exchanger.end_round([each.anchor for each in self._weights.fragments])
+        if self.flight is None:  # the worker came too late, and has begun again elsewhere
+            return False
+        for future in flight.arriving:
+            future.wait()
+        self._exchanger.check()
+        share.clock.land()
+        share.go_on(waiting)
+        if flight.gathered is not None:
+            shapes = self._weights.fragments[flight.index].shapes
+            share.arrived(flight.index, flight.mean, shapes, flight.gathered)
+            flight.astray = share.astray(flight.gathered)
+        flight.arriving = []
+        return True
+
+    def land(self, since: Sequence[int]) -> tuple[Flight | None, bool]:
+        """Take over the exchange that has arrived; return it, and whether nothing was lost.
+
+        ``since``: by fragment, steps since its last exchange began.
+        """
+        flight, self.flight = self.flight, None
+        if flight is None:
+            self._exchanger.landed()
+            return None, True
+        finite = not bool(self._on_any_part(~flight.mean.isfinite().all()))
+        if finite:
+            self._take_over(flight, self._weights.fragments[flight.index])
+        else:
+            self._weights.go_back()
+        self._exchanger.landed()
+        self._count_lost(0 if finite else flight.steps + since[flight.index])
+        if flight.astray and finite:
+            warnings.warn(
+                f"The weights of worker {self._engine.worker} were not finite at round "
+                f"{self._engine.step}. The others left it out, and it begins again at the common "
+                f"weights. Its {flight.steps} steps are lost.",
+                stacklevel=2,
+            )
+        return flight, finite and not flight.astray
+
+    def _take_over(self, flight: Flight, fragment: Fragment) -> None:
+        before = None if flight.drift is None else fragment.anchor.clone()
+        fragment.step(flight.mean)
+        if flight.buffers:
+            self._weights.buffers.step(flight.buffers, rebase=self._share.late)
+        if flight.moments is not None:
+            flight.moments.take_over()
+        if flight.sent is None or flight.astray:
+            to = fragment.anchor
+        elif self._plan.merge == "rebase" or self._share.late:
+            to = fragment.anchor + (fragment.weights() - flight.sent)
+        else:
+            to = MIXED * fragment.weights() + (1 - MIXED) * fragment.anchor
+        self._weights.put(fragment, to)
+        if flight.drift is not None and before is not None:
+            outer = torch.linalg.vector_norm(fragment.anchor - before)
+            norms = self._parts.norms(torch.stack([flight.drift, outer])).tolist()
+            self.figures = dict(zip(("drift", "outer_step"), norms, strict=True))
+            self.figures["rounds"] = self._engine.step
+            self.figures["round_steps"] = flight.steps
+            self.figures |= self._share.figures
+
+    def _on_any_part(self, flag: Tensor) -> Tensor:
+        """Return whether a flag is set in any part of this worker."""
+        return self._parts.total(flag) > 0 if self._parts.several else flag
+
+    def _count_lost(self, steps: int) -> None:
+        """Warn of an exchange that was lost, with its number of steps; stop after too many."""
+        self._lost = self._lost + 1 if steps else 0
+        if not steps:
+            return
+        step = self._engine.step
+        sentence = (
+            f"The exchange of round {step} was not finite on some worker, so its {steps} steps are "
+            f"lost: all workers go on from the weights before them, with their errors as they were."
+        )
+        if self._lost >= LOST_IN_A_ROW:
+            raise RuntimeError(
+                f"{sentence} These were {self._lost} such rounds in a row. Lower the learning "
+                f"rate, or clip gradients: Trainer(gradient_clip_val=1.0)."
+            )
+        if self._engine.worker == 0:
+            warnings.warn(sentence, stacklevel=2)
+
+
 class LocalRounds:
     """Counts optimizer steps, exchanges by a plan, and moves all workers to common weights.
 
@@ -133,9 +323,7 @@ class LocalRounds:
         rate: learning rate before this round, if rounds grow; None before the first one.
         since: by fragment, steps since its last exchange began.
         waited: steps since an exchange has arrived.
-        optimizers: returns this worker's, when a round ends.
-        flight: the exchange that has not been taken over yet, or None.
-        figures: of the last exchange, for the monitor.
+        exchange: sends and takes over.
 
     Communication pattern:
         One exchange of the compressor's per fragment every H steps; with the last one an all-reduce
@@ -162,7 +350,7 @@ class LocalRounds:
         parts: Parts = Parts(),  # noqa: B008 - has no state
     ) -> None:
         self.present, self._parts = present, parts
-        self._engine, self._exchanger, self.plan = engine, exchanger, plan
+        self._engine, self.plan = engine, plan
         self.names = names
         params = {name: param for param, name in names.items()}
 
@@ -190,10 +378,8 @@ class LocalRounds:
         self.rate: float | None = None
         self.since = [0] * plan.fragments
         self.waited = 0
-        self.flight: Flight | None = None
-        self.optimizers: Callable[[], Sequence[torch.optim.Optimizer]] = tuple
-        self.figures: dict[str, float] = {}
-        self._lost = 0  # exchanges in a row
+        parts_of = (self.weights, self.share, parts)
+        self.exchange = FragmentExchange(engine, exchanger, plan, *parts_of)
         self._step_bytes = sum(local_part(p).nbytes for p in names)
 
     @property
@@ -209,7 +395,7 @@ class LocalRounds:
     @property
     def apart(self) -> bool:
         """Whether this worker's weights may differ from the common ones."""
-        return self.flight is not None or any(self.since)
+        return self.exchange.flight is not None or any(self.since)
 
     @property
     def in_parts(self) -> bool:
@@ -235,7 +421,7 @@ class LocalRounds:
 
     def restart(self) -> None:
         """Forget place in the round, outer momentum and what is under way."""
-        self.flight, self.rate = None, None
+        self.exchange.flight, self.rate = None, None
         self.share.restart()
         self.position, self.length, self.waited = 0, self.every, 0
         self.since = [0] * len(self.since)
@@ -245,7 +431,7 @@ class LocalRounds:
 
     def begin(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Go on from these, equal on all workers; the steps and exchanges before are dropped."""
-        self.flight = None
+        self.exchange.flight = None
         self.since = [0] * len(self.since)
         self.weights.begin(weights, buffers)
 
@@ -285,9 +471,9 @@ class LocalRounds:
         self.waited += 1
         self.since = [steps + 1 for steps in self.since]
         finite = True
-        if self.flight is not None:
-            self.flight.left -= 1
-            if self.flight.left == 0:
+        if self.exchange.flight is not None:
+            self.exchange.flight.left -= 1
+            if self.exchange.flight.left == 0:
                 finite = yield from self._land()
         if ends:
             return (yield from self.ending()) and finite
@@ -302,165 +488,38 @@ class LocalRounds:
 
     def ending(self) -> Waits:
         """Exchange everything now and wait for it, so that all weights are common."""
-        finite = (yield from self._land()) if self.flight is not None else True
+        finite = (yield from self._land()) if self.exchange.flight is not None else True
         for index in range(self.plan.fragments):
             self._send(index, 0, wait=True)
             finite = (yield from self._land()) and finite
         self.position, self.length = 0, self.every
         return finite
 
+    def arrive(self) -> None:
+        """Wait for the exchange under way, if there is one, without taking it over yet."""
+        if self.exchange.arrive():
+            self.waited = 0
+
     def _send(
         self, index: int, delay: int, rate: float | None = None, *, wait: bool = False
     ) -> None:
-        """Begin the exchange of a fragment; with the last one, exchange the learning rate too."""
-        engine, fragment = self._engine, self.weights.fragments[index]
-        steps = min(self.since)  # since any exchange
-        engine.tally.local_steps += steps
-        engine.tally.local_bytes += steps * self._step_bytes
-        distance = fragment.distance()
-        if self._parts.several:  # all processes of a worker lose a round, or none does
-            distance.masked_fill_(self._on_any_part(~distance.isfinite().all()), torch.nan)
-        drift = torch.linalg.vector_norm(distance) if engine.statistics.norms_wanted else None
-        self.share.depart(wait=wait)
-        sent = fragment.weights() if delay else fragment.start() if self.share.late else None
-        arriving, gathered = [], None
-        if self.share.agrees:
-            # Scales the distance in place, so no exchanger that repeats a round may call it again.
-            own = self.share.contribute(index, distance, fragment.shapes)
-            gathered = own[1]
-            arriving.append(self._exchanger.run(lambda: own, gathered))
-        arriving.append(self._exchanger.submit(distance, fragment.shapes))
-        buffers: dict[str, Tensor] = {}
-        if index == len(self.since) - 1:
-            late = self.share.late
-            first = [self.weights.buffers.exchange(buffers, late)]
-            moved = first[0][1]
-            if moved.numel():
-
-                def again() -> tuple[Flow, Tensor]:
-                    return first.pop() if first else self.weights.buffers.exchange(buffers, late)
-
-                arriving.append(self._exchanger.run(again, moved))
-        rates = []
-        if self.plan.growing is not None and rate is not None and index == len(self.since) - 1:
-            rates = [rate]
-        mean_rate = torch.tensor(rates, dtype=torch.float64, device=distance.device)
-        if rates:
-
-            def of_rate() -> tuple[Flow, Tensor]:
-                mean_rate.fill_(rates[0])
-                return mean_of(mean_rate), mean_rate
-
-            arriving.append(self._exchanger.run(of_rate, mean_rate))
-        moments = self._moments() if index == len(self.since) - 1 else None
-        if moments is not None:
-            flat = moments.flat
-            arriving.append(self._exchanger.run(lambda: (mean_of(flat), flat), flat))
-        since = self.since[index]
+        """Begin the exchange of a fragment."""
+        alone = min(self.since)  # since any exchange
+        self._engine.tally.local_steps += alone
+        self._engine.tally.local_bytes += alone * self._step_bytes
+        self.exchange.send(index, delay, self.since[index], rate, wait=wait)
         if not self.share.late:
             self.since[index] = 0
-        parts = (buffers, delay, since, sent, arriving, drift, mean_rate, moments, gathered)
-        self.flight = Flight(index, distance, *parts)
-
-    def _moments(self) -> Moments | None:
-        """Return the optimizers' moments that are averaged with this round, if any."""
-        if self.plan.moments is None:
-            return None
-        due = self.plan.moments.due(self._engine.step // len(self.since) + 1)
-        params = {n: p for each in self.weights.fragments for n, p in each.params.items()}
-        return Moments(due, params, self.optimizers()) if due else None
-
-    def arrive(self) -> None:
-        """Wait for the exchange under way, if there is one, without taking it over yet."""
-        flight = self.flight
-        if flight is None or not flight.arriving:
-            return
-        waiting = self.share.pause()
-        self._exchanger.end_round([each.anchor for each in self.weights.fragments])
-        if self.flight is None:  # the worker came too late, and has begun again elsewhere
-            return
-        for future in flight.arriving:
-            future.wait()
-        self._exchanger.check()
-        self.share.clock.land()
-        self.share.go_on(waiting)
-        if flight.gathered is not None:
-            shapes = self.weights.fragments[flight.index].shapes
-            self.share.arrived(flight.index, flight.mean, shapes, flight.gathered)
-            flight.astray = self.share.astray(flight.gathered)
-        flight.arriving = []
-        self.waited = 0
 
     def _land(self) -> Waits:
-        """Take over the exchange under way; return whether it is finite."""
+        """Take over the exchange under way; return whether nothing was lost."""
         yield
         self.arrive()
-        flight, self.flight = self.flight, None
-        if flight is None:
-            self._exchanger.landed()
-            return True
-        if self.plan.growing is not None and flight.rate.numel():
+        flight, kept = self.exchange.land(self.since)
+        if self.plan.growing is not None and flight is not None and flight.rate.numel():
             before, self.rate = self.rate, float(flight.rate)
             self.length = self.plan.growing.length(self.rate, before)
-        finite = not bool(self._on_any_part(~flight.mean.isfinite().all()))
-        if finite:
-            self._take_over(flight, self.weights.fragments[flight.index])
-        else:
-            self.weights.go_back()
-        self._exchanger.landed()
-        self._count_lost(0 if finite else flight.steps + self.since[flight.index])
-        if flight.astray and finite:
-            warnings.warn(
-                f"The weights of worker {self._engine.worker} were not finite at round "
-                f"{self._engine.step}. The others left it out, and it begins again at the common "
-                f"weights. Its {flight.steps} steps are lost.",
-                stacklevel=2,
-            )
-        return finite and not flight.astray
-
-    def _take_over(self, flight: Flight, fragment: Fragment) -> None:
-        before = None if flight.drift is None else fragment.anchor.clone()
-        fragment.step(flight.mean)
-        if flight.buffers:
-            self.weights.buffers.step(flight.buffers, rebase=self.share.late)
-        if flight.moments is not None:
-            flight.moments.take_over()
-        if flight.sent is None or flight.astray:
-            to = fragment.anchor
-        elif self.plan.merge == "rebase" or self.share.late:
-            to = fragment.anchor + (fragment.weights() - flight.sent)
-        else:
-            to = MIXED * fragment.weights() + (1 - MIXED) * fragment.anchor
-        self.weights.put(fragment, to)
-        if flight.drift is not None and before is not None:
-            outer = torch.linalg.vector_norm(fragment.anchor - before)
-            norms = self._parts.norms(torch.stack([flight.drift, outer])).tolist()
-            self.figures = dict(zip(("drift", "outer_step"), norms, strict=True))
-            self.figures["rounds"] = self._engine.step
-            self.figures["round_steps"] = flight.steps
-            self.figures |= self.share.figures
-
-    def _on_any_part(self, flag: Tensor) -> Tensor:
-        """Return whether a flag is set in any part of this worker."""
-        return self._parts.total(flag) > 0 if self._parts.several else flag
-
-    def _count_lost(self, steps: int) -> None:
-        """Warn of an exchange that was lost, with its number of steps; stop after too many."""
-        self._lost = self._lost + 1 if steps else 0
-        if not steps:
-            return
-        step = self._engine.step
-        sentence = (
-            f"The exchange of round {step} was not finite on some worker, so its {steps} steps are "
-            f"lost: all workers go on from the weights before them, with their errors as they were."
-        )
-        if self._lost >= LOST_IN_A_ROW:
-            raise RuntimeError(
-                f"{sentence} These were {self._lost} such rounds in a row. Lower the learning "
-                f"rate, or clip gradients: Trainer(gradient_clip_val=1.0)."
-            )
-        if self._engine.worker == 0:
-            warnings.warn(sentence, stacklevel=2)
+        return kept
 
 
 def embeddings(
@@ -541,7 +600,7 @@ class CommonState:
         )
         anchors = [each.anchor for each in weights.fragments]
         velocities = [each.velocity for each in weights.fragments if each.velocity is not None]
-        flight = rounds.flight
+        flight = rounds.exchange.flight
         return {
             "position": rounds.position,
             "waited": rounds.waited,
@@ -574,7 +633,7 @@ class CommonState:
                 self._load(rounds, state)
 
     def _load(self, rounds: LocalRounds, state: Any) -> None:
-        rounds.flight = None
+        rounds.exchange.flight = None
         rounds.weights.buffers.take(state["parameters"])
         for each in rounds.weights.fragments:
             each.anchor = each.flat(state["anchor"], each.anchor)
@@ -601,7 +660,7 @@ class CommonState:
         buffers = {name: each.to(device) for name, each in state["buffers"].items()}
         if mean.shape == fragment.anchor.shape:
             sent = fragment.weights()
-            rounds.flight = Flight(
+            rounds.exchange.flight = Flight(
                 state["index"], mean, buffers, state["left"], state["steps"], sent, [], None, rate
             )
 
@@ -645,7 +704,7 @@ class OwnState:
         with self._rounds.present():
             weights, buffers = self._rounds.weights.own()
             optimizers = [_state_of(each) for each in self._optimizers()]
-        flight = self._rounds.flight
+        flight = self._rounds.exchange.flight
         sent = {}
         if flight is not None and flight.sent is not None:
             sent = self._rounds.weights.fragments[flight.index].named(flight.sent)
@@ -681,7 +740,7 @@ class OwnState:
         )
         with self._rounds.present():
             self._rounds.weights.load_own(own["weights"], own["buffers"])
-        flight = self._rounds.flight
+        flight = self._rounds.exchange.flight
         if flight is not None and flight.sent is not None:
             fragment = self._rounds.weights.fragments[flight.index]
             flight.sent = fragment.flat(own["sent"], flight.sent)
@@ -798,7 +857,7 @@ class MeanDrift:
         self._rounds = rounds
 
     def own_state(self) -> dict[str, Tensor]:
-        rounds, flight = self._rounds, self._rounds.flight
+        rounds, flight = self._rounds, self._rounds.exchange.flight
         with rounds.present():
             drift = rounds.weights.drift()
         saved = flight is not None and not flight.arriving
@@ -834,7 +893,7 @@ def keep(
         state = before.common_state() | {"since": [], "anchor": {}}
         workers.common[ROUNDS].load_common_state(state)
     for each in rounds:
-        each.optimizers = optimizers
+        each.exchange.optimizers = optimizers
     alone = rounds[0].in_parts and MODULE not in workers.common
     own = [
         OwnState(each, optimizers, scaler, CommonState([each]) if alone else None)

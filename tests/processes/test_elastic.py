@@ -288,7 +288,7 @@ def test_an_elastic_loop_refuses_what_it_cannot_obey() -> None:
 def test_a_loop_that_goes_on_elsewhere_has_the_rates_of_the_others() -> None:
     sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     falling = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
-    count = StepCount("LocalSteps", sgd)
+    count = StepCount("LocalSteps", sgd, entered=True)
     with pytest.warns(UserWarning, match="is 2 steps behind"):
         count.go_on_from(2)
     count.schedulers = (falling,)

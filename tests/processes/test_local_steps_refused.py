@@ -227,10 +227,11 @@ def with_optimizers(worker: int) -> dict[str, str]:
             assert digest(module) == first
             said[kind] = str(error)
     net = torch.nn.Linear(4, 4)
-    with LocalSteps(net, OPTIMIZERS["muon"](list(net.parameters())), Identity(), every=2) as steps:
+    optimizer = OPTIMIZERS["muon"](list(net.parameters()))
+    with LocalSteps(net, optimizer, Identity(), every=2):
         net(torch.ones(4)).sum().backward()
         try:
-            steps._optimizer.step()
+            optimizer.step()
         except ValueError as error:
             said["muon"] = str(error)
     simulated = SimulatedLocalStepsStrategy(Identity(), workers=2, every=2)

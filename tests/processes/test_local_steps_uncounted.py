@@ -409,10 +409,15 @@ def looped(worker: int) -> dict[str, tuple[str, int, str]]:
         made: list[LocalSteps] = []
         with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
             warnings.simplefilter("always", UserWarning)
-            began = LocalSteps._listen
-            patch.setattr(
-                LocalSteps, "_listen", lambda self, b=began, m=made: (m.append(self), b(self))
-            )
+            began = LocalSteps.__init__
+
+            def noting(
+                self: LocalSteps, *args: Any, b: Any = began, m: Any = made, **kw: Any
+            ) -> None:
+                m.append(self)
+                b(self, *args, **kw)
+
+            patch.setattr(LocalSteps, "__init__", noting)
             try:
                 loop = case(worker)
                 loop.local.finish()

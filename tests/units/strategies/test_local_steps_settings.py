@@ -84,11 +84,11 @@ def test_names() -> None:
         for name in ("local_steps", "diloco", "sparseloco", "diloco_spawn", "sparseloco_notebook")
     }
     assert all(isinstance(each, LocalStepsStrategy) for each in made.values())
-    assert made["diloco"].outer == OuterSGD(0.7, 0.9, True)
+    assert made["diloco"].plan.outer == OuterSGD(0.7, 0.9, True)
     assert made["diloco"].plan.every == 100
     assert made["diloco"].compressor.method == Identity()
     assert made["sparseloco"].memory == ErrorFeedback(decay=0.95)
-    assert made["sparseloco"].outer == OuterSGD()
+    assert made["sparseloco"].plan.outer == OuterSGD()
     assert made["diloco_spawn"]._start_method == "spawn"
 
 
