@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from lightning_gc.attachment.attached_shards import AttachedScatters, AttachedSh
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
+from lightning_gc.core.registry import did_you_mean
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.validation import make_controller
 from lightning_gc.exchange.verification import Verify, verification
@@ -40,6 +42,27 @@ from lightning_gc.sharded.unit_scatters import ReduceScatter
 from lightning_gc.sharded.weights_controller import with_weights
 
 
+class FSDPArguments(TypedDict, total=False):
+    """Arguments of ``attach`` for a model in shards without replicas.
+
+    They are as for ``CompressedFSDPStrategy``.
+
+    Attributes:
+        weights: compressor of FSDP2's all-gathers. ``Identity()`` as the compressor leaves
+            gradients as they are.
+        weights_controller: chooses levels of ``weights``, when the training loop calls
+            ``begin_epoch``.
+        hops: in which gradients are exchanged, 1 or 2.
+        workers_per_node: ranks of a node, for two hops; None: ``LOCAL_WORLD_SIZE``, which torchrun
+            sets.
+    """
+
+    weights: Weights | None
+    weights_controller: Controller | str | None
+    hops: Literal[1, 2]
+    workers_per_node: int | None
+
+
 def attach(
     module: DistributedDataParallel | FSDPModule,
     compressor: Compressor | str,
@@ -54,10 +77,7 @@ def attach(
     verify: Verify = 0,
     bucket_cap_mb: float = 25,
     min_numel: int = MIN_NUMEL,
-    weights: Weights | None = None,
-    weights_controller: Controller | str | None = None,
-    hops: Literal[1, 2] = 1,
-    workers_per_node: int | None = None,
+    **fsdp: Unpack[FSDPArguments],
 ) -> Attached:
     """Compress the gradients that a ``DistributedDataParallel`` or FSDP2 module exchanges.
 
@@ -93,14 +113,8 @@ def attach(
         bucket_cap_mb: of a model in shards with replicas: megabytes of a rank's shards from which
             on a bucket is full, as for ``CompressedHSDPStrategy``. DDP has its own.
         min_numel: as for ``CompressedDDPStrategy``.
-        weights: without replicas only, like the next three, which are as for
-            ``CompressedFSDPStrategy``: compressor of FSDP2's all-gathers. ``Identity()`` as the
-            compressor leaves gradients as they are.
-        weights_controller: chooses levels of ``weights``, when the training loop calls
-            ``begin_epoch``.
-        hops: in which gradients are exchanged, 1 or 2.
-        workers_per_node: ranks of a node, for two hops; None: ``LOCAL_WORLD_SIZE``, which torchrun
-            sets.
+        fsdp: ``weights``, ``weights_controller``, ``hops`` and ``workers_per_node``, of a model in
+            shards without replicas: see ``FSDPArguments``.
 
     Returns:
         A handle for levels, byte counts, checkpoints and closing.
@@ -129,23 +143,21 @@ def attach(
             loss.backward()
             optimizer.step()
     """
+    weights, weights_controller = fsdp.get("weights"), fsdp.get("weights_controller")
+    hops, workers_per_node = fsdp.get("hops", 1), fsdp.get("workers_per_node")
+    _refuse_unknown(fsdp)
     module = _uncompiled(module)
     _refuse_other_modules(module)
     model = cast(nn.Module, module)
-    fsdp = isinstance(module, FSDPModule) and not any(u.replicates for u in units_of(model))
-    if fsdp:
+    alone = isinstance(module, FSDPModule) and not any(u.replicates for u in units_of(model))
+    if alone:
         check_legs("attach", compressor, weights, hops, workers_per_node)
         _refuse_replica_arguments(scheme=scheme, timeout=timeout, bucket_cap_mb=bucket_cap_mb)
         check_verify("attach", verify)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         scheme = ReduceScatter(workers_per_node or (local if hops == 2 else 1))
     else:
-        _refuse_fsdp_arguments(
-            weights=weights,
-            weights_controller=weights_controller,
-            workers_per_node=workers_per_node,
-            hops=hops,
-        )
+        _refuse_fsdp_arguments(fsdp)
     configuration = configure("attach", compressor, memory, scheme, seed, min_numel)
     if isinstance(optimizers, torch.optim.Optimizer):
         optimizers = [optimizers]
@@ -174,7 +186,7 @@ def attach(
     check_bucket_cap("attach", bucket_cap_mb)
     refuse_curves("attach", controller)
     units = units_of(model)
-    if fsdp:
+    if alone:
         refuse_errors("attach", configuration.compressor, configuration.memory, memory is not None)
         gathers = None if weights is None else weights_of("attach", weights, seed, min_numel)
         setup = Setup.of_loop(
@@ -252,7 +264,14 @@ def _refuse_replica_arguments(**given: object) -> None:
             )
 
 
-def _refuse_fsdp_arguments(**given: object) -> None:
+def _refuse_unknown(given: Mapping[str, object]) -> None:
+    """Raise ValueError for an argument that ``attach`` does not take."""
+    known = [*inspect.signature(attach).parameters, *FSDPArguments.__annotations__]
+    for name in given.keys() - FSDPArguments.__annotations__.keys():
+        raise ValueError(f"attach({name}=...): unknown argument{did_you_mean(name, known)}.")
+
+
+def _refuse_fsdp_arguments(given: FSDPArguments) -> None:
     """Raise ValueError for an argument of FSDP's with another module."""
     for name, value in given.items():
         if value not in (None, 1):

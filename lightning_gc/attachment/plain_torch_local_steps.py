@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -195,21 +194,11 @@ class LocalSteps(AttachedRounds):
         parts = configuration.compressor, configuration.memory
         controller = check_controller(controller, *parts, owner)
         plan.check(*parts, controller)
-        _refuse_pace(plan)
+        _refuse_pace(plan, timeout)
         verification(verify, owner)
         place = place_of(plan) if plan.island == 1 else Shards(model, plan.island)
         place.refuse(plan, Given(configuration, controller, verify, scaler))
-        if plan.elastic is not None and timeout is not None:
-            raise ValueError(
-                f"{owner}(elastic=..., timeout={timeout!r}): elastic workers wait as long as "
-                f"Elastic(timeout={plan.elastic.timeout:g}) says, in seconds; set it there."
-            )
         optimizer = _judged(model, optimizer, plan, place)
-        if any(each._module is model for each in self._open):
-            raise ValueError(
-                f"{owner}: this model's weights or gradients are exchanged already; close the "
-                f"handle before you make another one."
-            )
         device = next(p.device for p in model.parameters() if p.requires_grad)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scaler, self._owner = scaler, owner
@@ -403,12 +392,7 @@ class LocalSteps(AttachedRounds):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.finish()
         else:
@@ -593,9 +577,14 @@ def _refuse_unknown(cls: type, given: Mapping[str, Any]) -> None:
         raise ValueError(unknown_argument(cls, name, known))
 
 
-def _refuse_pace(plan: RoundPlan) -> None:
-    """Raise ValueError for what needs a loop that skips steps, or shows its batches."""
+def _refuse_pace(plan: RoundPlan, timeout: timedelta | None) -> None:
+    """Raise ValueError for a second timeout, a loop that skips steps, or one that shows batches."""
     owner, unequal = plan.owner, plan.unequal
+    if plan.elastic is not None and timeout is not None:
+        raise ValueError(
+            f"{owner}(elastic=..., timeout={timeout!r}): elastic workers wait as long as "
+            f"Elastic(timeout={plan.elastic.timeout:g}) says, in seconds; set it there."
+        )
     if unequal is not None and unequal.pace != "equal":
         raise ValueError(
             f"{owner}(unequal=Unequal(pace={unequal.pace!r})): the loop makes every step, so none "
@@ -622,6 +611,11 @@ def _judged(
     device = _device_of(plan.owner, model, found)
     if plan.elastic is None:
         _refuse_process_group(plan.owner, device)
+    if any(each._module is model for each in LocalSteps._open):
+        raise ValueError(
+            f"{plan.owner}: this model's weights or gradients are exchanged already; close the "
+            f"handle before you make another one."
+        )
     return found
 
 

@@ -113,13 +113,16 @@ class LocalHooks(CompressedStrategy):
                     f"callback."
                 )
 
-    def _configure_rounds(
-        self, plan: RoundPlan, show: Literal["common", "local"], state: str
-    ) -> None:
-        plan.check(self.compressor, self.memory, self.controller)
+    def __init__(self, *, show: Literal["common", "local"] = "common", **others: Any) -> None:
         if show not in ("common", "local"):
-            raise ValueError(f"{plan.owner}(show={show!r}): use 'common' or 'local'.")
-        self.plan, self.show = plan, show
+            owner = type(self).__name__
+            raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
+        self.show = show
+        super().__init__(**others)
+
+    def _configure_rounds(self, plan: RoundPlan, state: str) -> None:
+        plan.check(self.compressor, self.memory, self.controller)
+        self.plan = plan
         self._keeps_mean = state == "mean"
         self.local_workers.exchanged = "weights"
 
@@ -505,7 +508,6 @@ class LocalSteps(LocalHooks, RealWorker):
         scheme: Scheme | str | None = None,
         controller: Controller | str | None = None,
         *,
-        show: Literal["common", "local"] = "common",
         seed: int = 0,
         state: Literal["full", "mean", "off"] = "full",
         state_dtype: Literal["float32", "bfloat16"] = "float32",
@@ -521,7 +523,7 @@ class LocalSteps(LocalHooks, RealWorker):
         wrapper = (DistributedDataParallel.__init__,) if wraps else ()
         refuse_unknown(type(self), compressor, given, *wrapper)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        self._configure_rounds(plan, show, state)
+        self._configure_rounds(plan, state)
         verification(verify, owner)
         self.verify = verify
         self._place = place_of(plan)

@@ -112,7 +112,6 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         scheme: Scheme | str | None = None,
         controller: Controller | str | None = None,
         *,
-        show: Literal["common", "local"] = "common",
         workers: int | None = None,
         roll: Roll | str | None = None,
         speeds: Sequence[float] | None = None,
@@ -147,7 +146,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         number: Any = workers if self._replay is None else len(self._replay.numbers)
         self._configure_workers(compressor, number, network, kwargs)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        self._configure_rounds(plan, show, state)
+        self._configure_rounds(plan, state)
         if self._replay is not None:
             given = Given(self.local_workers.configuration, self.controller)
             refuse_members(plan, "a roll", given)
