@@ -4,7 +4,6 @@ Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lig
 ``for_lightning.py``.
 """
 
-import warnings
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,9 +15,8 @@ from lightning_gc.checkpoint.shard_store import Part
 from lightning_gc.compressors import Compressor, Identity
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
-from lightning_gc.core.settings import short
 from lightning_gc.exchange import Configuration
-from lightning_gc.lightning.arguments import changed, refuse_unknown
+from lightning_gc.lightning.arguments import ELSEWHERE, changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
 from lightning_gc.sharded.shard_validation import (
@@ -78,7 +76,6 @@ class CompressedFSDP(ShardedStrategy):
             A number of steps is refused: no two ranks have the same
             shard to compare.
         min_numel: as for ``CompressedDDPStrategy``, in elements of the full parameter.
-        compressor: the former name of ``gradients``, deprecated.
         model_parallel_kwargs: as for ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
@@ -106,7 +103,6 @@ class CompressedFSDP(ShardedStrategy):
 
     Warns:
         UserWarning: a single rank, with which nothing is exchanged.
-        DeprecationWarning: ``compressor``; write ``gradients``.
 
     Example:
         >>> from lightning_gc import QSGD, CompressedFSDPStrategy, Int8
@@ -126,6 +122,7 @@ class CompressedFSDP(ShardedStrategy):
 
     local_workers: FSDPWorkers
     way_out = "resume from another checkpoint"
+    elsewhere = ELSEWHERE | {"compressor": "; it has two: write gradients=... or weights=..."}
 
     def __init__(
         self,
@@ -141,13 +138,8 @@ class CompressedFSDP(ShardedStrategy):
         hops: Literal[1, 2] = 1,
         workers_per_node: int | None = None,
         state: Literal["full", "mean", "off"] = "full",
-        compressor: Compressor | str | None = None,
         **model_parallel_kwargs: Any,
     ) -> None:
-        if compressor is not None:
-            said = f"{_OWNER}(compressor=...) is deprecated. Write gradients={short(compressor)}."
-            warnings.warn(said, DeprecationWarning, stacklevel=2)
-            gradients = compressor
         given: Compressor | str = Identity() if gradients is None else gradients
         refuse_unknown(type(self), given, model_parallel_kwargs)
         refuse_settings(_OWNER, "FSDP", changed(type(self), model_parallel_kwargs))

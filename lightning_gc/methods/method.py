@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import warnings
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -62,7 +61,6 @@ class Method(Settings):
         rounds_space: fields of ``rounds`` that are tuned, such as ``every``.
         min_numel: as for ``CompressedDDPStrategy``; 0 compresses every tensor, as early papers do.
         budget: bytes that one worker may send in a run, in place of the experiment's.
-        every_tensor: the former spelling of ``min_numel=0``, deprecated.
 
     Raises:
         ValueError: an unknown compressor or field, a range outside the knob's or the compressor's
@@ -88,13 +86,8 @@ class Method(Settings):
     memory_space: Space = ()
     rounds: RoundPlan | None = None
     rounds_space: Space = ()
-    every_tensor: InitVar[bool] = False
 
-    def __post_init__(self, every_tensor: bool) -> None:
-        if every_tensor:
-            said = f"Method({self.name!r}, every_tensor=True) is deprecated. Write min_numel=0."
-            warnings.warn(said, DeprecationWarning, stacklevel=4)
-            object.__setattr__(self, "min_numel", 0)
+    def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
             raise ValueError(f"A method cannot be called {self.name!r}: use letters and digits.")
         check_budget(self.budget)

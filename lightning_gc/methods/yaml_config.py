@@ -46,7 +46,6 @@ class MethodSettings:
     memory_space: dict[str, Any] = field(default_factory=dict)
     rounds: RoundPlan | None = None
     rounds_space: dict[str, Any] = field(default_factory=dict)
-    every_tensor: bool = False
 
     def method(self, name: str) -> Method:
         """Return the method."""

@@ -28,7 +28,6 @@ from lightning_gc import (
 from lightning_gc.compressors import Choice, Codec, Knob, Range
 from lightning_gc.compressors.base import Traits
 from lightning_gc.methods.parameter_space import as_json, declared, parse, parse_all, traits_of
-from lightning_gc.methods.yaml_config import methods_in
 from lightning_gc.tuning import Method, RoundPlan
 from tests.support.processes import run_in_processes
 
@@ -132,19 +131,6 @@ def test_the_smallest_tensor_that_is_compressed_is_a_setting_of_the_method() -> 
     assert Method("topk", fixed={"density": 0.1}).suggest_compressor(trial) == TopK(0.1)
     with pytest.raises(ValueError, match=r"Method\(min_numel=1\): SignSGD.* every tensor"):
         Method("sign_sgd", min_numel=1)
-
-
-def test_every_tensor_is_read_as_before() -> None:
-    """In a file and in Python; with a warning, and with the same compressor."""
-    with pytest.warns(
-        DeprecationWarning, match=r"every_tensor=True\) is deprecated. Write min_numel=0"
-    ):
-        old = Method("topk", fixed={"density": 0.1}, every_tensor=True)
-    assert old == Method("topk", fixed={"density": 0.1}, min_numel=0)
-    settings = {"tune": {"methods": {"topk": {"every_tensor": True}}}}
-    with pytest.warns(DeprecationWarning, match="min_numel=0"):
-        assert methods_in(settings)["topk"] == Method("topk", min_numel=0)
-    assert methods_in({"tune": {"methods": {"topk": {"min_numel": 9}}}})["topk"].min_numel == 9
 
 
 def test_spaces_are_written_down_as_plain_values() -> None:

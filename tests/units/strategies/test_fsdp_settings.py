@@ -77,6 +77,7 @@ TRACED = BandwidthAware((8, 4), 0.1, trace="trace.jsonl")
         ({"data_parallel_size": 2}, "all ranks share the model"),
         ({"tensor_parallel_size": 2}, "tensor parallelism has not been tried"),
         ({"find_unused_parameters": True}, "unknown argument"),
+        ({"compressor": QSGD(8)}, "unknown argument; it has two: write gradients="),
         ({"seed": 0.5}, "the seed is a whole number"),
         ({"verify": 1}, "so no two ranks can compare. Give 'payload'"),
         ({"verify": True}, "verify=True"),
@@ -87,12 +88,6 @@ TRACED = BandwidthAware((8, 4), 0.1, trace="trace.jsonl")
 def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         CompressedFSDPStrategy(**{"gradients": QSGD(8)} | arguments)
-
-
-def test_the_former_name_of_gradients_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Write gradients=QSGD\(8\)"):
-        strategy = CompressedFSDPStrategy(compressor=QSGD(8))
-    assert strategy.compressor.method == QSGD(8)
 
 
 def test_errors_in_8_bits_are_kept_at_a_price() -> None:
