@@ -28,7 +28,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
-from lightning_gc.core.settings import takes_fields, unknown_argument
+from lightning_gc.core.settings import parted, takes_fields, unknown_argument
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.validation import check_controller
 from lightning_gc.exchange.verification import Verify, verification
@@ -188,8 +188,9 @@ class LocalSteps(AttachedRounds):
         **rounds: Any,
     ) -> None:
         owner = type(self).__name__
-        plan = RoundPlan.taken_from(owner, rounds)
-        _refuse_unknown(type(self), rounds)
+        fields, unknown = parted(RoundPlan, rounds)
+        plan = RoundPlan(owner=owner, **fields)
+        _refuse_unknown(type(self), unknown)
         configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         parts = configuration.compressor, configuration.memory
         controller = check_controller(controller, *parts, owner)

@@ -55,8 +55,7 @@ class CheckedCalls(ABCMeta):
 
 
 def _takes(cls: type) -> dict[str, inspect.Parameter]:
-    parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
-    return {each.name: each for each in parameters[1:]}  # without self
+    return parameters_of(cls.__init__)  # type: ignore[misc]
 
 
 def _wrong_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -104,28 +103,47 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def takes_fields(settings: type) -> Callable[[Function], Function]:
-    """Let the signature of a function with ``**keywords`` list the fields of a frozen value too.
+    """Let a function with ``**keywords`` take the fields of a frozen value too, each declared once.
 
-    The function takes these keywords out itself. So each field is declared once, and ``help``,
-    completion and LightningCLI see it as an argument.
+    The function takes them out by ``parted``. ``help``, completion and our sentences list them.
+    LightningCLI finds them in the function's source, in a call of ``settings`` with the keywords.
     """
 
-    def listed(function: Function) -> Function:
-        own = inspect.signature(function)
-        types = typing.get_type_hints(settings)
-        fields = [
-            inspect.Parameter(
-                f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name]
-            )
-            for f in dataclasses.fields(settings)
-            if f.repr
-        ]
-        *named, keywords = own.parameters.values()
-        parameters = [*named, *fields, keywords]
-        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    def taking(function: Function) -> Function:
+        _TAKEN[function] = settings
         return function
 
-    return listed
+    return taking
+
+
+_TAKEN: dict[Callable[..., Any], type] = {}
+
+
+def parted(settings: type, keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keywords that are fields of ``settings``, and the others."""
+    fields = [each.name for each in dataclasses.fields(settings) if each.name in keywords]
+    others = {name: value for name, value in keywords.items() if name not in fields}
+    return {name: keywords[name] for name in fields}, others
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return a method's parameters without ``self``, and the fields that it takes besides."""
+    named = list(inspect.signature(function).parameters.values())[1:]
+    if function in _TAKEN:
+        *named, keywords = named
+        types = typing.get_type_hints(_TAKEN[function])
+        named += [
+            keywords.replace(
+                name=f.name,
+                kind=inspect.Parameter.KEYWORD_ONLY,
+                default=f.default,
+                annotation=types[f.name],
+            )
+            for f in dataclasses.fields(_TAKEN[function])
+            if f.repr  # a hidden field is no argument
+        ]
+        named.append(keywords)
+    return {each.name: each for each in named}
 
 
 class Settings(metaclass=CheckedCalls):

@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
-from lightning_gc.core.settings import unknown_argument
+from lightning_gc.core.settings import parameters_of, unknown_argument
 
 ELSEWHERE = {"error_feedback": "; memory=NoMemory() turns it off, memory=ErrorFeedback() on"}
 """``elsewhere`` of strategies; see ``Settings``."""
@@ -119,6 +119,5 @@ def _makers(strategy: type) -> list[Callable[..., Any]]:
 
 
 def _arguments(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    parameters = list(inspect.signature(function).parameters.values())[1:]  # without self
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {each.name: each for each in parameters if each.kind not in several}
+    return {n: each for n, each in parameters_of(function).items() if each.kind not in several}

@@ -31,7 +31,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
-from lightning_gc.core.settings import takes_fields
+from lightning_gc.core.settings import parted, takes_fields
 from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.exchange.verification import Verify, verification
@@ -516,7 +516,9 @@ class LocalSteps(LocalHooks, RealWorker):
         **ddp_kwargs: Any,
     ) -> None:
         owner = "LocalStepsStrategy"
-        plan = RoundPlan.taken_from(owner, ddp_kwargs)
+        ddp_kwargs, others = parted(RoundPlan, ddp_kwargs)
+        plan = RoundPlan(owner=owner, **ddp_kwargs)
+        ddp_kwargs = others
         wraps = plan.island > 1
         given = changed(type(self), ddp_kwargs, DistributedDataParallel.__init__)
         refuse_wrapper_arguments(owner, given, wraps=wraps)

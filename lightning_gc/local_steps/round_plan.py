@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Never, Self
+from typing import Any, Literal, Never
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
@@ -236,12 +236,6 @@ class RoundPlan:
     island: int = 1
     elastic: Elastic | None = None
     owner: str = field(default="RoundPlan", repr=False, compare=False)
-
-    @classmethod
-    def taken_from(cls, owner: str, arguments: dict[str, Any]) -> Self:
-        """Take the fields out of the arguments of a call to ``owner``; return their plan."""
-        given = [each.name for each in dataclasses.fields(cls) if each.name in arguments]
-        return cls(**{name: arguments.pop(name) for name in given}, owner=owner)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -153,7 +153,8 @@ def test_by_name(name: str, tmp_path: Path) -> None:
 def test_what_is_not_a_default_is_refused(
     name: str, arguments: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    write(tmp_path, of_class(name, {"compressor": "qsgd"} | arguments), 1)
+    first = "gradients" if name == "CompressedFSDPStrategy" else "compressor"
+    write(tmp_path, of_class(name, {first: "qsgd"} | arguments), 1)
     ((code, errors),) = run_in_processes(fit, 1, str(tmp_path))
     assert code != cli.OK
     assert said in errors

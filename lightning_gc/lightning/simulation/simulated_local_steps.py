@@ -17,7 +17,7 @@ from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Flow
 from lightning_gc.core.pytree import each_tensor
-from lightning_gc.core.settings import takes_fields
+from lightning_gc.core.settings import parted, takes_fields
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps_strategy import LocalHooks
@@ -123,7 +123,9 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         **kwargs: Any,
     ) -> None:
         owner = type(self).__name__
-        plan = RoundPlan.taken_from(owner, kwargs)
+        kwargs, others = parted(RoundPlan, kwargs)
+        plan = RoundPlan(owner=owner, **kwargs)
+        kwargs = others
         if plan.elastic is not None:
             raise ValueError(
                 f"{owner}(elastic={plan.elastic!r}): elastic workers are processes; train them "
