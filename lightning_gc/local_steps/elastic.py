@@ -228,10 +228,6 @@ class Membership:
     In an island, rank 0 has the line to the rendezvous. All ranks read the same entries of the
     log, and do the same.
 
-    Args:
-        elastic: as the user has set it.
-        island: the processes of this worker.
-
     Attributes:
         member: the worker's part of the protocol.
         neighbours: number -> address of the members of the last round that it was called to.
@@ -252,13 +248,6 @@ class Membership:
         self._failures = 0
         self._interface = ExitStack()  # Gloo's
 
-    @property
-    def number(self) -> int:
-        """This worker's number."""
-        number = self.member.report.number
-        assert number is not None
-        return number
-
     def open(self, terms: Terms, serve: Callable[[str], str]) -> None:
         """Call the rendezvous, and get a number.
 
@@ -269,14 +258,14 @@ class Membership:
         elastic = self.elastic
         host, port = host_and_port(elastic.rendezvous, "Elastic", "rendezvous")
 
+        if self.island.leads and elastic.secret is None and not _is_loopback(host):
+            _log.warning(
+                "Elastic(secret=None): everyone who reaches %s may take part in this run, and "
+                "change its weights. Make a secret for all: openssl rand -base64 32 > secret.txt",
+                elastic.rendezvous,
+            )
+
         def first_report() -> str:
-            if elastic.secret is None and not _is_loopback(host):
-                _log.warning(
-                    "Elastic(secret=None): everyone who reaches %s may take part in this run, and "
-                    "change its weights. Make a secret for all: openssl rand -base64 32 > "
-                    "secret.txt",
-                    elastic.rendezvous,
-                )
             roll = None if elastic.roll is None else Path(elastic.roll)
             self._line = Line(host, port, elastic.secret, roll)
             own = elastic.address or address_towards(host, port)
@@ -411,7 +400,7 @@ class Membership:
                 self._failures += 1
                 _log.warning(
                     "Worker %d could not take a snapshot of worker %d: %s",
-                    *(self.number, done.donor, error),
+                    *(self.member.number, done.donor, error),
                 )
                 if self._failures > 10 * _TRIES:
                     raise RuntimeError(
@@ -438,7 +427,7 @@ class Attempt:
     def run(self, group: str, sent: Sequence[_Sent]) -> None:
         """Exchange in a group of the members; say how it went."""
         member, engine = self._membership.member, self._workers.first
-        members, number = member.report.members, self._membership.number
+        members, number = member.report.members, member.number
         rank, size = members.index(number), len(members)
         began = time.monotonic()
         engine.loss_scaling.settle()  # so that an attempt without a flow takes back no other one
@@ -517,23 +506,14 @@ def _norm(engine: Engine) -> float:
 
 @dataclass
 class _Place:
-    """Where a worker is in the run.
-
-    Attributes:
-        rounds: this worker's.
-        loop: that it is in.
-        first: steps before this round.
-        within: the loop is in a step, which it has not counted.
-        belongs: the error is one of this run.
-        resumed: the weights are still those of a checkpoint.
-    """
+    """Where a worker is in the run."""
 
     rounds: LocalRounds
     loop: Loop
-    first: int
-    belongs: bool
-    resumed: bool
-    within: bool = False
+    first: int  # steps before this round
+    belongs: bool  # whether the error is one of this run
+    resumed: bool  # whether the weights are still those of a checkpoint
+    within: bool = False  # whether the loop is in a step, which it has not counted
 
 
 class Inheritance:
@@ -550,9 +530,9 @@ class Inheritance:
         self.place: _Place | None = None
         self.closed = False
         self._workers, self._device, self._membership = workers, device, membership
-        self._seal = Seal(membership.elastic.secret)
         held = sum(p.numel() * 4 for p in workers.names)  # and outer momentum, buffers, names
-        self._most = 16 * held + (1 << 24)
+        seal, seconds = Seal(membership.elastic.secret), float(membership.elastic.timeout)
+        self._wire: Any = {"seal": seal, "most": 16 * held + (1 << 24), "timeout": seconds}
         self._still = threading.Lock()  # held while the common weights change
         self._changing = False  # whether the training thread holds it
         self._errors: list[list[Any]] = []  # of those who have left, with their numbers
@@ -560,10 +540,9 @@ class Inheritance:
 
     def open(self, host: str) -> str:
         """Open the door; return its address."""
-        elastic = self._membership.elastic
-        ports = elastic.ports and range(elastic.ports[0], elastic.ports[1] + 1)
-        timeout = float(elastic.timeout)
-        self._door = Door(host, ports or (), self._seal, self._most, timeout, self._answer)
+        ports = self._membership.elastic.ports
+        free = range(ports[0], ports[1] + 1) if ports else ()
+        self._door = Door(host, free, answer=self._answer, **self._wire)
         return self._door.address
 
     def hold(self) -> None:
@@ -593,7 +572,7 @@ class Inheritance:
         place, engine, elastic = self.place, self._workers.first, self._membership.elastic
         rounds, island = place.rounds, self._membership.island
         check = partial(check_snapshot, engine=engine, shapes=self._workers.shapes)
-        with self._visit(address) as ask:  # rank 0 alone asks
+        with visiting(address, **self._wire) as ask:  # rank 0 alone asks
             parts = (ask, check, elastic.patience, place.loop.check)
             tree, there = _heard(island, lambda: snapshot_and_place(*parts))
             number = tree["round"]
@@ -628,7 +607,7 @@ class Inheritance:
     def bequeath(self) -> None:
         """Give this worker's error to the lowest of the others that takes it."""
         engine, membership = self._workers.first, self._membership
-        common, number = engine.memory.common, membership.number
+        common, number = engine.memory.common, membership.member.number
         memory = {
             name: {buffer: tensor for buffer, tensor in kept.items() if buffer not in common}
             for name, kept in engine.state_dict()["memory"].items()
@@ -643,7 +622,7 @@ class Inheritance:
             if other == number:
                 continue
             offer = membership.saying(f"offers its error to worker {other} at {address}")
-            with offer, suppress(OSError, ValueError), self._visit(address) as ask:
+            with offer, suppress(OSError, ValueError), visiting(address, **self._wire) as ask:
                 if ask(said) == {"taken": True}:
                     say(
                         "Worker %d leaves; worker %d has its error of norm %.6g.",
@@ -665,10 +644,6 @@ class Inheritance:
         """Close the door."""
         if self._door is not None:
             self._door.close()
-
-    def _visit(self, address: str) -> AbstractContextManager[Ask]:
-        timeout = float(self._membership.elastic.timeout)
-        return visiting(address, self._seal, self._most, timeout)
 
     def _answer(self, asked: Any) -> Tree:
         """Answer another worker, in a thread of the door."""
@@ -784,7 +759,7 @@ class ElasticExchange:
     @property
     def number(self) -> int:
         """This worker's number."""
-        return self._membership.number
+        return self._membership.member.number
 
     @property
     def steps(self) -> int:
@@ -834,17 +809,12 @@ class ElasticExchange:
             sent = grad.clone()
             return self._workers.flow(self._workers.first, sent, shapes), sent
 
-        return self._add(make, grad, tuple(shapes))
+        return self.run(make, grad, tuple(shapes))
 
     def run(
-        self, make: Callable[[], tuple[Flow, Tensor]], result: Tensor
+        self, make: Callable[[], tuple[Flow, Tensor]], result: Tensor, names: tuple[str, ...] = ()
     ) -> torch.futures.Future[Tensor]:
         """Add any other flow to the round; it is made once for each attempt."""
-        return self._add(make, result, ())
-
-    def _add(
-        self, make: Callable[[], tuple[Flow, Tensor]], result: Tensor, names: tuple[str, ...]
-    ) -> torch.futures.Future[Tensor]:
         devices: Any = [self._device] if self._device.index else None
         future = torch.futures.Future[Tensor](devices=devices)
         self._sent.append(_Sent(make, result, future, names))

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -266,8 +266,8 @@ class Rendezvous:
                 if message:
                     self._hear(keeper, guest, message, now)
                     due = min(due, rest)
-                elif isinstance(guest.note, _Worker):
-                    keeper.hear_again(guest.note.token, now)
+                elif isinstance(guest.note, str):
+                    keeper.hear_again(guest.note, now)
             if now >= due:
                 said = keeper.tick(now)
                 for entry in said:
@@ -294,24 +294,24 @@ class Rendezvous:
     def _tell(self, guests: Iterable[Guest], **message: Any) -> None:
         data = json.dumps(message).encode()
         for guest in [*guests]:
-            if isinstance(guest.note, _Worker):
+            if isinstance(guest.note, str):
                 self._listener.send(guest, data)
 
     def _hear(self, keeper: Keeper, guest: Guest, message: bytearray, now: float) -> None:
         """Take a message of a worker: a report, or a question."""
-        try:
+        try:  # a line's note is the token of its reports, a group's store has its question
             match guest.note, json.loads(message):
-                case _Worker(), {"report": str(text)}:
+                case str(), {"report": str(text)}:
                     report = Report.read(text)
-                    guest.note.token = report.token
+                    guest.note = report.token
                     keeper.hear(report, now)
-                case _Worker(), {"round": dict(known)}:
+                case str(), {"round": dict(known)}:
                     self._learn(Round.of(known))
                 case None, {"wanted": "port"}:
                     self.leaves = min(self.leaves, now + _LAST_READ)
                     self._listener.drop(guest)
                 case None, {"term": str(term), "cursor": int(cursor)}:
-                    guest.note = _Worker()
+                    guest.note = ""
                     self._catch_up(guest, term, cursor)
                 case None, {"do": _} as asked:
                     self._meet(guest, asked)
@@ -319,7 +319,7 @@ class Rendezvous:
                     raise ValueError(f"{str(other)[:60]} is not a message of a worker.")
         except (ValueError, TypeError) as error:
             self._listener.note("ignored", f"ignored a message: {error}")
-            if isinstance(guest.note, _Worker):
+            if isinstance(guest.note, str):
                 self._tell([guest], trouble=f"the rendezvous has ignored a report: {error}")
             else:
                 self._listener.drop(guest)
@@ -477,13 +477,7 @@ class MeetingStore(Store):
 
 
 class _Deputy:
-    """Serves the rendezvous from a worker's process, while nobody else does at its address.
-
-    Args:
-        host, port: of the rendezvous.
-        secret: that all share.
-        roll: file of the roll, if any.
-    """
+    """Serves the rendezvous from a worker's process, while nobody else does at its address."""
 
     def __init__(self, host: str, port: int, secret: str | None, roll: Path | None) -> None:
         self._host, self._port, self._secret, self._roll = host, port, secret, roll
@@ -491,16 +485,13 @@ class _Deputy:
         self._from: float | None = None  # it serves, if nobody answers by then
 
     def step_in(self, again: bool) -> None:
-        """Serve if nobody answers; ConnectionError if somebody else is to serve.
-
-        Args:
-            again: a rendezvous has answered before. If it is restarted, it comes first.
-        """
+        """Serve if nobody answers, ``again`` or not; ConnectionError if somebody else is to."""
         try:
             socket.create_connection((self._host, self._port), 5.0).close()
             self._from = None
         except OSError as error:
             if self._from is None and _is_here(self._host):
+                # If a rendezvous is restarted, it comes first.
                 self._from = time.monotonic() + (PAUSE if again else 0.0)
             if self._from is None or time.monotonic() < self._from:
                 raise ConnectionError(
@@ -681,15 +672,9 @@ class Line:
         """
         link.send(json.dumps({"term": self._term, "cursor": self._cursor}).encode())
         match json.loads(link.receive()):
-            case {
-                "term": str(term),
-                "at": int(at),
-                "pace": float(pace),
-                "awaited": str(awaited),
-                "file": file,
-            }:
-                self._term, self._cursor, self._pace = term, at, pace
-                self.trouble, self.awaited = "", awaited
+            case {"term": str(term), "at": int(at), "file": file, **told}:
+                self._take(told)
+                self._term, self._cursor, self.trouble = term, at, ""
             case other:
                 raise ValueError(f"{str(other)[:60]} is not an answer of a rendezvous")
         match file:
@@ -717,13 +702,6 @@ class Line:
                 self._entries.put(entry)
             case other:
                 raise ValueError(f"{str(other)[:60]} is not a message of a rendezvous")
-
-
-@dataclass
-class _Worker:
-    """The line of a worker, at the rendezvous."""
-
-    token: str = ""
 
 
 def serve(

@@ -13,11 +13,13 @@ import json
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from lightning_gc.core import COUNT, NUMBER, TEXT, WHOLE, Each, Leaf, Listed, Optional, Pair, Record
 
@@ -31,6 +33,26 @@ AWAITED = range(3, 6)
 Phase = Literal[
     "coming", "entering", "ready", "training", "asking", "running", "done", "failed", "left"
 ]
+
+
+@cache
+def _structure(kind: Any) -> Any:
+    """Return the ``Structure`` of a type's values in JSON. Whole numbers are at least 0."""
+    parts = get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        names = get_type_hints(kind, include_extras=True).items()
+        return Record({name: _structure(each) for name, each in names})
+    made: dict[Any, Callable[[], Any]] = {
+        UnionType: lambda: Optional(_structure(parts[0])),
+        Literal: lambda: Leaf(f"one of {parts}", parts.__contains__),
+        dict: lambda: Each(_structure(parts[1])),
+        tuple: lambda: (
+            Listed(_structure(parts[0])) if ... in parts else Pair(*map(_structure, parts))
+        ),
+        Annotated: lambda: parts[1],
+        None: lambda: {int: WHOLE, float: NUMBER, str: TEXT}[kind],
+    }
+    return made[get_origin(kind)]()
 
 
 @dataclass(frozen=True)
@@ -64,19 +86,9 @@ class Terms:
     wanted: int | None = None
     address: str = ""
     settings: dict[str, str] = field(default_factory=dict)
-    min_workers: int = 2
+    min_workers: Annotated[int, COUNT] = 2
     grace: float = 5.0
     timeout: float = 30.0
-
-    structure: ClassVar[Record] = Record(
-        {
-            "wanted": Optional(WHOLE),
-            "address": TEXT,
-            "settings": Each(TEXT),
-            "min_workers": COUNT,
-            **dict.fromkeys(("grace", "timeout"), NUMBER),
-        }
-    )
 
 
 @dataclass(frozen=True)
@@ -127,33 +139,6 @@ class Report:
     inherited: tuple[tuple[int, int], ...] = ()
     terms: Terms = field(default_factory=Terms)
 
-    structure: ClassVar[Record] = Record(
-        {
-            "token": TEXT,
-            "beat": WHOLE,
-            "phase": Leaf("a phase", lambda v: v in get_args(Phase)),
-            "run": TEXT,
-            "sought": TEXT,
-            "number": Optional(WHOLE),
-            **dict.fromkeys(("free", "request", "round", "attempt"), WHOLE),
-            **dict.fromkeys(("mark", "digest", "last"), TEXT),
-            "norm": NUMBER,
-            "members": Listed(WHOLE),
-            "inherited": Listed(Pair(WHOLE, WHOLE)),
-            "terms": Terms.structure,
-            "entrance": Optional(
-                Record(
-                    {
-                        "round": WHOLE,
-                        "position": WHOLE,
-                        "donor": WHOLE,
-                        "error": Leaf("'kept' or 'zero'", lambda v: v in ("kept", "zero")),
-                    }
-                )
-            ),
-        }
-    )
-
     def in_words(self) -> str:
         """Return it as JSON."""
         return json.dumps(dataclasses.asdict(self))
@@ -162,7 +147,7 @@ class Report:
     def read(cls, text: str) -> Report:
         """Return the report of ``in_words()``; ValueError if it is not one."""
         said = json.loads(text)
-        cls.structure.check(said, "report")
+        _structure(Report).check(said, "report")
         entrance = said["entrance"] and Entrance(**said["entrance"])
         lists: dict[str, Any] = {"members": tuple(said["members"])}
         lists["inherited"] = tuple((round_, number) for round_, number in said["inherited"])
@@ -196,23 +181,10 @@ class Round:
     digest: str = ""
     run: str = ""
 
-    structure: ClassVar[Record] = Record(
-        {
-            "round": WHOLE,
-            "members": Listed(WHOLE),
-            "attempt": WHOLE,
-            "entered": Each(Report.structure.always["entrance"]),
-            "inherited": Each(Listed(WHOLE)),
-            "left": Listed(WHOLE),
-            "lost": Each(NUMBER),
-            **dict.fromkeys(("digest", "run"), TEXT),
-        }
-    )
-
     @classmethod
     def of(cls, said: Any) -> Round:
         """Return the round of ``dataclasses.asdict``, also after JSON; ValueError if it is none."""
-        cls.structure.check(json.loads(json.dumps(said)), "round")  # with texts as keys
+        _structure(Round).check(json.loads(json.dumps(said)), "round")  # with texts as keys
         return cls(
             **said
             | {
@@ -231,8 +203,6 @@ class Ended:
 
     run: str
     round: int
-
-    structure: ClassVar[Record] = Record({"run": TEXT, "round": WHOLE})
 
 
 class Roll:
@@ -317,8 +287,8 @@ def read_lines(text: str, name: str) -> Iterator[Round | Ended]:
     for number, line in enumerate(lines, 1):
         try:
             said = json.loads(line)
-            if isinstance(said, dict) and set(said) == set(Ended.structure.always):
-                Ended.structure.check(said, "end")
+            if isinstance(said, dict) and set(said) == {"run", "round"}:
+                _structure(Ended).check(said, "end")
                 yield Ended(**said)
             else:
                 yield Round.of(said)
@@ -478,7 +448,6 @@ class Do:
         address: of the donor.
         donor: its number.
         group: name of the process group.
-        record: of the committed round.
         why: of a repetition or a refusal.
         workers: number of workers of the run that it begins with.
     """
@@ -487,7 +456,6 @@ class Do:
     address: str = ""
     donor: int = 0
     group: str = ""
-    record: Round | None = None
     why: str = ""
     workers: int = 0
 
@@ -509,6 +477,11 @@ class Member:
         self._run = ""  # of the snapshot that it is to fetch
         self._donor = 0
         self._founding = False
+
+    @property
+    def number(self) -> int:
+        """The worker's number, which it has by now."""
+        return _number(self.report)
 
     def _say(self, **changes: Any) -> None:
         self.report = replace(self.report, **changes)
@@ -564,7 +537,7 @@ class Member:
             phase="training", round=me.round + 1, attempt=0, last=record.digest, inherited=recent
         )
         self.roll.append(record)
-        return Do("commit", record=record)
+        return Do("commit")
 
     def enters(self, round_: int, mark: str) -> None:
         """Ask for a run, at this round with these common weights."""
@@ -617,21 +590,13 @@ class Member:
 
 @dataclass
 class _Process:
-    """A process that reports.
-
-    Attributes:
-        report: its last one.
-        at: when it was heard.
-        answered: the request for a snapshot that is answered next; -1: it has no number.
-        sent: how often to a snapshot, since its last round.
-        begun: it has been told to begin.
-    """
+    """A process that reports."""
 
     report: Report
-    at: float
-    answered: int = -1
-    sent: int = 0
-    begun: bool = False
+    at: float  # when it was heard
+    answered: int = -1  # the request for a snapshot that is answered next; -1: it has no number
+    sent: int = 0  # how often to a snapshot, since its last round
+    begun: bool = False  # whether it has been told to begin
 
 
 _NAMED = 3
@@ -663,9 +628,6 @@ def differing(own: Mapping[str, str], others: Mapping[str, str]) -> str:
 
 class Rounds:
     """The rounds of one run after the other: members are called, and attempts judged.
-
-    Args:
-        now: the keeper's time.
 
     Attributes:
         now: the keeper's time, which it moves on.
@@ -705,11 +667,6 @@ class Rounds:
         """Return those of the run, by number."""
         inside = [r for r in self.living(silence) if r.run == self.run and r.run]
         return sorted(inside, key=_number)
-
-    def begin(self, first: Report, members: Iterable[Report]) -> None:
-        """Begin a run, at the round of its founder."""
-        self.run, self.round, self.attempt = secrets.token_hex(6), first.round, 0
-        self.last = {_number(r): r.token for r in members}
 
     def resume(self) -> None:
         """Go on with a run that members report, if there is one."""
@@ -1034,7 +991,8 @@ class Keeper:
         if now - rounds.since < first.terms.grace:
             return
         rounds.since = math.nan
-        rounds.begin(first, coming)
+        rounds.run, rounds.round, rounds.attempt = secrets.token_hex(6), first.round, 0
+        rounds.last = {_number(r): r.token for r in coming}
         self._founders = {r.token: r.request for r in [first, *coming]}
         said = (rounds.run, first.token, first.terms.address, _number(first))
         yield Founded(*said, tuple(self._founders))

@@ -653,4 +653,4 @@ def test_a_worker_gives_its_port_to_who_has_the_secret_and_tells_what_the_file_l
             with contextlib.closing(Rendezvous(port, "secret", tmp_path / "roll")) as restarted:
                 until(lambda: len(restarted._known) == 3)
                 assert [*restarted._known.values()] == rounds[3:]
-                assert (line._serving, line.trouble) == (None, "")
+                assert (line._deputy._serving, line.trouble) == (None, "")

@@ -94,9 +94,9 @@ class Worker:
             assert isinstance(entry, Called)
             self.running = entry
         elif done.what == "commit":
-            assert done.record is not None
-            self.history.append(done.record.digest)
-            self.world.note(self.name, self.report.run, len(self.history) - 2, done.record)
+            record = self.member.roll[-1]
+            self.history.append(record.digest)
+            self.world.note(self.name, self.report.run, len(self.history) - 2, record)
             self.steps = 0
         elif done.what == "repeat":
             self.member.asks(self.mark)
