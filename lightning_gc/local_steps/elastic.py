@@ -580,6 +580,7 @@ class Inheritance:
                 # The steps within the round are kept, too.
                 return number, rounds.position, "kept"
             place.resumed = False
+            self.release()  # held since an attempt on which there was no verdict
             with self._still:
                 load_snapshot(tree, rounds, engine, keep_error=place.belongs)
             with suppress(OSError, ValueError):  # the donor has made steps in the meantime

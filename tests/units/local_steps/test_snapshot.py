@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -11,10 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_gc.local_steps import elastic
 from lightning_gc.local_steps.channel import HandshakeError, Seal
 from lightning_gc.local_steps.elastic import Inheritance, snapshot_and_place
 from lightning_gc.local_steps.rendezvous import host_and_port
 from lightning_gc.local_steps.snapshot import Door, from_bytes, to_bytes, visiting
+from lightning_gc.transports.island import ALONE
 
 TREE = {
     "a": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
@@ -139,6 +142,24 @@ def test_a_worker_lets_go_of_no_lock_that_its_door_holds() -> None:
     with inheritance._still:
         inheritance.release()
         assert inheritance._still.locked()
+
+
+def test_a_snapshot_is_taken_after_an_attempt_that_nobody_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attempt holds the lock, as the common weights were about to change."""
+    place = {"round": 5, "position": 0, "steps": 42}
+    monkeypatch.setattr(elastic, "visiting", lambda address, **_: contextlib.nullcontext())
+    monkeypatch.setattr(elastic, "snapshot_and_place", lambda *_: ({"round": 5}, place))
+    monkeypatch.setattr(elastic, "place_of", lambda ask: place)
+    monkeypatch.setattr(elastic, "load_snapshot", lambda *_, **__: None)
+    workers: Any = mock.MagicMock(names={})
+    membership: Any = mock.MagicMock(island=ALONE, elastic=elastic.Elastic("host:1"))
+    inheritance = Inheritance(workers, torch.device("cpu"), membership)
+    inheritance.place = elastic._Place(mock.MagicMock(), mock.MagicMock(), 0, True, False)
+    inheritance.hold()
+    assert inheritance.take("") == (5, 0, "kept")
+    assert not inheritance._still.locked()
 
 
 class Donor:
