@@ -517,7 +517,7 @@ class _Place:
 
 
 class Inheritance:
-    """What workers leave to others: a snapshot to who joins, the error of who leaves.
+    """Hands a snapshot to a worker that joins, and this worker's error to another one.
 
     Threads of a door answer the others, but not while the common weights change.
 

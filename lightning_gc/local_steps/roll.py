@@ -74,7 +74,7 @@ class Entrance:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a worker says of itself in every report, and never changes.
+    """A worker's settings and address, equal in all its reports.
 
     Attributes:
         wanted: the number that it would like to have.
@@ -664,7 +664,7 @@ class Rounds:
         ]
 
     def members(self, silence: float = math.inf) -> list[Report]:
-        """Return those of the run, by number."""
+        """Return the reports of the run's members, by number."""
         inside = [r for r in self.living(silence) if r.run == self.run and r.run]
         return sorted(inside, key=_number)
 
