@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_gc import Roll
+from lightning_gc.local_steps import roll
 from lightning_gc.local_steps.roll import BEAT, Called, Do, Entry, Keeper, Member, Report, Round
 
 TICK = 0.05  # virtual seconds
@@ -91,8 +92,9 @@ class Machine:
     def __init__(self, site: Site, name: str) -> None:
         self.site, self.terms = site, site.terms
         terms = self.terms
-        report = Report(name, address=name, grace=terms.grace, timeout=terms.timeout)
-        self.member = Member(report)  # min_workers is 2 by default, and all have the same settings
+        # min_workers is 2 by default, and all have the same settings.
+        own = roll.Terms(address=name, grace=terms.grace, timeout=terms.timeout)
+        self.member = Member(Report(name, terms=own))
         self.died = math.inf
         self.round = self.position = 0
         self._cursor, self._beat = len(site.log), 0
@@ -263,12 +265,12 @@ class Site:
     def run(self, rounds: int, faults: Sequence[Fault]) -> None:
         """Go on until so many rounds are committed."""
         left = list(faults)
-        while len(self.keeper.roll) < rounds:
+        while len(self.keeper.rounds.roll) < rounds:
             self.now += TICK
             began = self.commits[-1] if self.commits else self.begun
             while (
                 left
-                and self.keeper.round >= left[0].round
+                and self.keeper.rounds.round >= left[0].round
                 and self.now - began >= left[0].share * self.terms.round
             ):
                 fault = left.pop(0)
@@ -281,7 +283,7 @@ class Site:
             self.log += self.keeper.tick(self.now)
             if math.isnan(self.begun) and any(each.trains for each in self._living):
                 self.begun = self.now
-            if len(self.commits) < len(self.keeper.roll):
+            if len(self.commits) < len(self.keeper.rounds.roll):
                 self.commits.append(self.now)
                 self.deaths += [self.now - died for died in self._dying]
                 self._dying = []
@@ -294,7 +296,7 @@ class Site:
     @property
     def roll(self) -> list[Round]:
         """The committed rounds; their results have no bits."""
-        return [dataclasses.replace(each, digest="") for each in self.keeper.roll]
+        return [dataclasses.replace(each, digest="") for each in self.keeper.rounds.roll]
 
 
 def rolled(workers: int, steps: int, seed: int, deaths: int, joins: int) -> Roll:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -266,8 +266,8 @@ class Rendezvous:
                 if message:
                     self._hear(keeper, guest, message, now)
                     due = min(due, rest)
-                elif isinstance(guest.note, _Worker):
-                    keeper.hear_again(guest.note.token, now)
+                elif isinstance(guest.note, str):
+                    keeper.hear_again(guest.note, now)
             if now >= due:
                 said = keeper.tick(now)
                 for entry in said:
@@ -294,24 +294,24 @@ class Rendezvous:
     def _tell(self, guests: Iterable[Guest], **message: Any) -> None:
         data = json.dumps(message).encode()
         for guest in [*guests]:
-            if isinstance(guest.note, _Worker):
+            if isinstance(guest.note, str):
                 self._listener.send(guest, data)
 
     def _hear(self, keeper: Keeper, guest: Guest, message: bytearray, now: float) -> None:
         """Take a message of a worker: a report, or a question."""
-        try:
+        try:  # a line's note is the token of its reports, a group's store has its question
             match guest.note, json.loads(message):
-                case _Worker(), {"report": str(text)}:
+                case str(), {"report": str(text)}:
                     report = Report.read(text)
-                    guest.note.token = report.token
+                    guest.note = report.token
                     keeper.hear(report, now)
-                case _Worker(), {"round": dict(known)}:
+                case str(), {"round": dict(known)}:
                     self._learn(Round.of(known))
                 case None, {"wanted": "port"}:
                     self.leaves = min(self.leaves, now + _LAST_READ)
                     self._listener.drop(guest)
                 case None, {"term": str(term), "cursor": int(cursor)}:
-                    guest.note = _Worker()
+                    guest.note = ""
                     self._catch_up(guest, term, cursor)
                 case None, {"do": _} as asked:
                     self._meet(guest, asked)
@@ -319,7 +319,7 @@ class Rendezvous:
                     raise ValueError(f"{str(other)[:60]} is not a message of a worker.")
         except (ValueError, TypeError) as error:
             self._listener.note("ignored", f"ignored a message: {error}")
-            if isinstance(guest.note, _Worker):
+            if isinstance(guest.note, str):
                 self._tell([guest], trouble=f"the rendezvous has ignored a report: {error}")
             else:
                 self._listener.drop(guest)
@@ -476,6 +476,61 @@ class MeetingStore(Store):
         return answer
 
 
+class _Deputy:
+    """Serves the rendezvous from a worker's process, while nobody else does at its address."""
+
+    def __init__(self, host: str, port: int, secret: str | None, roll: Path | None) -> None:
+        self._host, self._port, self._secret, self._roll = host, port, secret, roll
+        self._serving: Rendezvous | None = None
+        self._from: float | None = None  # it serves, if nobody answers by then
+
+    def step_in(self, again: bool) -> None:
+        """Serve if nobody answers, ``again`` or not; ConnectionError if somebody else is to."""
+        try:
+            socket.create_connection((self._host, self._port), 5.0).close()
+            self._from = None
+        except OSError as error:
+            if self._from is None and _is_here(self._host):
+                # If a rendezvous is restarted, it comes first.
+                self._from = time.monotonic() + (PAUSE if again else 0.0)
+            if self._from is None or time.monotonic() < self._from:
+                raise ConnectionError(
+                    f"nobody answers at {self._host}:{self._port} ({error})"
+                ) from error
+            # Another process of this machine may be quicker. Then this one fails, and connects.
+            self._serving = Rendezvous(self._port, self._secret, self._roll)
+            (_log.warning if again else say)(
+                "Nobody answers at %s:%d, so this worker serves the rendezvous, and %s. "
+                "lightning-gc rendezvous takes its port over at any time.",
+                *(self._host, self._port),
+                f"continues {self._roll}" if self._roll else "keeps no roll",
+            )
+
+    def gives_back(self) -> bool:
+        """Return whether ``lightning-gc rendezvous`` wants the port, and close the rendezvous."""
+        if self._serving is None or time.monotonic() < self._serving.leaves:
+            return False
+        self._serving.close()
+        self._serving, self._from = None, time.monotonic() + TAKEN
+        _log.warning("This worker gives port %d to lightning-gc rendezvous.", self._port)
+        return True
+
+    def close(self) -> None:
+        """Serve no more, once others have read what was decided last."""
+        if self._serving is not None:
+            time.sleep(_LAST_READ)
+            self._serving.close()
+
+
+def _is_here(host: str) -> bool:
+    """Return whether a host's address is one of this machine's."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return False
+    return is_bindable(family, place)
+
+
 class Line:
     """Sends a worker's reports to the keeper, and brings the entries of its log.
 
@@ -504,8 +559,8 @@ class Line:
     ) -> None:
         if roll is not None:
             check_roll(roll)
-        self.host, self.port = host, port
-        self._secret, self._seal, self._roll = secret, Seal(secret), roll
+        self._place, self._name, self._seal = (host, port), f"{host}:{port}", Seal(secret)
+        self._deputy = _Deputy(host, port, secret, roll)
         self._report: Report | None = None
         self._sent: Report | None = None
         self._beat = 0
@@ -513,12 +568,10 @@ class Line:
         self._closed = threading.Event()
         self._term, self._cursor, self._pace = "", 0, BEAT
         self._rounds = deque[Round](maxlen=KEPT)  # committed, as far as it has read
-        self._serving: Rendezvous | None = None
-        self._serves_from: float | None = None  # if nobody answers by then
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._woken.setblocking(False)
-        self.trouble, self.strange = f"nobody answers at {host}:{port}", False
+        self.trouble, self.strange = f"nobody answers at {self._name}", False
         self.awaited = ""
         self._thread = threading.Thread(target=self._work, name="elastic", daemon=True)
         self._thread.start()
@@ -553,8 +606,8 @@ class Line:
             raise dist.DistStoreError(str(error)) from error
 
     def _calling(self, timeout: float) -> contextlib.AbstractContextManager[Link]:
-        name = f"the rendezvous at {self.host}:{self.port}"
-        return calling((self.host, self.port), self._seal, _PLACE, _MOST, timeout, name)
+        name = f"the rendezvous at {self._name}"
+        return calling(self._place, self._seal, _PLACE, _MOST, timeout, name)
 
     def close(self, wait: float = 2.0) -> None:
         """Send the last report, and hang up. A rendezvous of this process ends, too.
@@ -566,58 +619,24 @@ class Line:
         limit = time.monotonic() + wait
         while self._sent is not self._report and time.monotonic() < limit:
             time.sleep(0.005)
-        if self._serving is not None:
-            time.sleep(_LAST_READ)
         self._closed.set()
         self._wake()
         self._thread.join(wait)
-        if self._serving is not None:
-            self._serving.close()
+        self._deputy.close()
 
     def _work(self) -> None:
         while not self._closed.is_set():
             try:
-                self._serve_if_nobody_does()
+                self._deputy.step_in(again=bool(self._term))
                 with self._calling(SILENCE) as link:
                     self._talk(link)
             except (OSError, RuntimeError, ValueError) as error:
-                where = f"{self.host}:{self.port}"
-                self.trouble = str(error) if where in str(error) else f"{where}: {error}"
+                named = self._name in str(error)
+                self.trouble = str(error) if named else f"{self._name}: {error}"
                 self.strange = isinstance(error, StrangerError)
                 self._closed.wait(1.0 if isinstance(error, HandshakeError) else 0.2)
         for each in (self._waker, self._woken):
             each.close()
-
-    def _serve_if_nobody_does(self) -> None:
-        try:
-            socket.create_connection((self.host, self.port), 5.0).close()
-            self._serves_from = None
-        except OSError as error:
-            self.trouble = f"nobody answers at {self.host}:{self.port} ({error})"
-            if not _is_here(self.host):
-                raise ConnectionError(self.trouble) from error
-            if self._serves_from is None:  # a restarted rendezvous comes first
-                self._serves_from = time.monotonic() + (PAUSE if self._term else 0.0)
-            if time.monotonic() < self._serves_from:
-                raise ConnectionError(self.trouble) from error
-            # Another process of this machine may be quicker. Then this one fails, and connects.
-            self._serving = Rendezvous(self.port, self._secret, self._roll)
-            (_log.warning if self._term else say)(
-                "Nobody answers at %s:%d, so this worker serves the rendezvous, and %s. "
-                "lightning-gc rendezvous takes its port over at any time.",
-                *(self.host, self.port),
-                f"continues {self._roll}" if self._roll else "keeps no roll",
-            )
-
-    def _gives_back(self) -> bool:
-        """Return whether ``lightning-gc rendezvous`` wants the port, and close the rendezvous."""
-        if self._serving is None or time.monotonic() < self._serving.leaves:
-            return False
-        self._serving.close()
-        self._serving = None
-        self._serves_from = time.monotonic() + TAKEN
-        _log.warning("This worker gives port %d to lightning-gc rendezvous.", self.port)
-        return True
 
     def _talk(self, link: Link) -> None:
         """Send and receive until the rendezvous is gone."""
@@ -626,7 +645,7 @@ class Line:
         with selectors.DefaultSelector() as selector:
             for each in (link.link, self._woken):
                 selector.register(each, selectors.EVENT_READ)
-            while not self._closed.is_set() and not self._gives_back():
+            while not self._closed.is_set() and not self._deputy.gives_back():
                 report, now = self._report, time.monotonic()
                 if report is not sent or now >= due:
                     due = now + self._pace
@@ -653,15 +672,9 @@ class Line:
         """
         link.send(json.dumps({"term": self._term, "cursor": self._cursor}).encode())
         match json.loads(link.receive()):
-            case {
-                "term": str(term),
-                "at": int(at),
-                "pace": float(pace),
-                "awaited": str(awaited),
-                "file": file,
-            }:
-                self._term, self._cursor, self._pace = term, at, pace
-                self.trouble, self.awaited = "", awaited
+            case {"term": str(term), "at": int(at), "file": file, **told}:
+                self._take(told)
+                self._term, self._cursor, self.trouble = term, at, ""
             case other:
                 raise ValueError(f"{str(other)[:60]} is not an answer of a rendezvous")
         match file:
@@ -689,22 +702,6 @@ class Line:
                 self._entries.put(entry)
             case other:
                 raise ValueError(f"{str(other)[:60]} is not a message of a rendezvous")
-
-
-def _is_here(host: str) -> bool:
-    """Return whether a host's address is one of this machine's."""
-    try:
-        family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    except OSError:
-        return False
-    return is_bindable(family, place)
-
-
-@dataclass
-class _Worker:
-    """The line of a worker, at the rendezvous."""
-
-    token: str = ""
 
 
 def serve(

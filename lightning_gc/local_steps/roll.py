@@ -13,11 +13,13 @@ import json
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from lightning_gc.core import COUNT, NUMBER, TEXT, WHOLE, Each, Leaf, Listed, Optional, Pair, Record
 
@@ -31,6 +33,26 @@ AWAITED = range(3, 6)
 Phase = Literal[
     "coming", "entering", "ready", "training", "asking", "running", "done", "failed", "left"
 ]
+
+
+@cache
+def _structure(kind: Any) -> Any:
+    """Return the ``Structure`` of a type's values in JSON. Whole numbers are at least 0."""
+    parts = get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        names = get_type_hints(kind, include_extras=True).items()
+        return Record({name: _structure(each) for name, each in names})
+    made: dict[Any, Callable[[], Any]] = {
+        UnionType: lambda: Optional(_structure(parts[0])),
+        Literal: lambda: Leaf(f"one of {parts}", parts.__contains__),
+        dict: lambda: Each(_structure(parts[1])),
+        tuple: lambda: (
+            Listed(_structure(parts[0])) if ... in parts else Pair(*map(_structure, parts))
+        ),
+        Annotated: lambda: parts[1],
+        None: lambda: {int: WHOLE, float: NUMBER, str: TEXT}[kind],
+    }
+    return made[get_origin(kind)]()
 
 
 @dataclass(frozen=True)
@@ -51,6 +73,25 @@ class Entrance:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """A worker's settings and address, equal in all its reports.
+
+    Attributes:
+        wanted: the number that it would like to have.
+        address: where it serves snapshots.
+        settings: name -> text of what must be equal on all workers.
+        min_workers, grace, timeout: as for ``Elastic``.
+    """
+
+    wanted: int | None = None
+    address: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
+    min_workers: Annotated[int, COUNT] = 2
+    grace: float = 5.0
+    timeout: float = 30.0
+
+
+@dataclass(frozen=True)
 class Report:
     """A worker's description of itself. Each report holds all of it, so that the last one suffices.
 
@@ -64,7 +105,6 @@ class Report:
         run: random name of the run; empty before the worker has entered one.
         sought: the run whose snapshot it needs, of a worker that has been sent to one.
         number: the worker's number; None before the keeper has given one.
-        wanted: the number that it would like to have.
         free: the least number that no worker has had, as far as it has read.
         request: counts how often it has asked for a snapshot.
         round: number of the round.
@@ -74,12 +114,10 @@ class Report:
         last: digest of the result of the round before.
         norm: of its error after the last committed round.
         members: of the attempt that is done or has failed.
-        address: where it serves snapshots.
         entrance: how it came in last.
         inherited: pairs of a round, and the number of a leaver whose error it has added to its own
             before that round. The latest ones only.
-        settings: name -> text of what must be equal on all workers.
-        min_workers, grace, timeout: as for ``Elastic``.
+        terms: what it never changes.
     """
 
     token: str
@@ -88,7 +126,6 @@ class Report:
     run: str = ""
     sought: str = ""
     number: int | None = None
-    wanted: int | None = None
     free: int = 0
     request: int = 0
     round: int = 0
@@ -98,45 +135,9 @@ class Report:
     last: str = ""
     norm: float = 0.0
     members: tuple[int, ...] = ()
-    address: str = ""
     entrance: Entrance | None = None
     inherited: tuple[tuple[int, int], ...] = ()
-    settings: dict[str, str] = field(default_factory=dict)
-    min_workers: int = 2
-    grace: float = 5.0
-    timeout: float = 30.0
-
-    structure: ClassVar[Record] = Record(
-        {
-            "token": TEXT,
-            "beat": WHOLE,
-            "phase": Leaf("a phase", lambda v: v in get_args(Phase)),
-            "run": TEXT,
-            "sought": TEXT,
-            "number": Optional(WHOLE),
-            "wanted": Optional(WHOLE),
-            "free": WHOLE,
-            "request": WHOLE,
-            "round": WHOLE,
-            "attempt": WHOLE,
-            **dict.fromkeys(("mark", "digest", "last", "address"), TEXT),
-            "settings": Each(TEXT),
-            **dict.fromkeys(("norm", "grace", "timeout"), NUMBER),
-            "members": Listed(WHOLE),
-            "inherited": Listed(Pair(WHOLE, WHOLE)),
-            "min_workers": COUNT,
-            "entrance": Optional(
-                Record(
-                    {
-                        "round": WHOLE,
-                        "position": WHOLE,
-                        "donor": WHOLE,
-                        "error": Leaf("'kept' or 'zero'", lambda v: v in ("kept", "zero")),
-                    }
-                )
-            ),
-        }
-    )
+    terms: Terms = field(default_factory=Terms)
 
     def in_words(self) -> str:
         """Return it as JSON."""
@@ -146,11 +147,11 @@ class Report:
     def read(cls, text: str) -> Report:
         """Return the report of ``in_words()``; ValueError if it is not one."""
         said = json.loads(text)
-        cls.structure.check(said, "report")
+        _structure(Report).check(said, "report")
         entrance = said["entrance"] and Entrance(**said["entrance"])
         lists: dict[str, Any] = {"members": tuple(said["members"])}
         lists["inherited"] = tuple((round_, number) for round_, number in said["inherited"])
-        return cls(**(said | lists | {"entrance": entrance}))
+        return cls(**(said | lists | {"entrance": entrance, "terms": Terms(**said["terms"])}))
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Round:
         lost: number -> norm of the error that is lost with it, of workers of a round before that
             are silent. One that was only frozen may enter a later round with its error.
         digest: of its result.
-        run: name of the run; empty in files of older versions.
+        run: name of the run.
     """
 
     round: int
@@ -180,24 +181,10 @@ class Round:
     digest: str = ""
     run: str = ""
 
-    structure: ClassVar[Record] = Record(
-        {
-            "round": WHOLE,
-            "members": Listed(WHOLE),
-            "attempt": WHOLE,
-            "entered": Each(Report.structure.always["entrance"]),
-            "inherited": Each(Listed(WHOLE)),
-            "left": Listed(WHOLE),
-            "lost": Each(NUMBER),
-            "digest": TEXT,
-        },
-        {"run": TEXT},
-    )
-
     @classmethod
     def of(cls, said: Any) -> Round:
         """Return the round of ``dataclasses.asdict``, also after JSON; ValueError if it is none."""
-        cls.structure.check(_with_texts(said), "round")
+        _structure(Round).check(json.loads(json.dumps(said)), "round")  # with texts as keys
         return cls(
             **said
             | {
@@ -210,19 +197,12 @@ class Round:
         )
 
 
-def _with_texts(said: Any) -> Any:
-    """Return nested dicts with texts as keys, as JSON has them."""
-    return json.loads(json.dumps(said))
-
-
 @dataclass(frozen=True)
 class Ended:
     """A run has no members any more; its last committed round is ``round - 1``."""
 
     run: str
     round: int
-
-    structure: ClassVar[Record] = Record({"run": TEXT, "round": WHOLE})
 
 
 class Roll:
@@ -307,8 +287,8 @@ def read_lines(text: str, name: str) -> Iterator[Round | Ended]:
     for number, line in enumerate(lines, 1):
         try:
             said = json.loads(line)
-            if isinstance(said, dict) and set(said) == set(Ended.structure.always):
-                Ended.structure.check(said, "end")
+            if isinstance(said, dict) and set(said) == {"run", "round"}:
+                _structure(Ended).check(said, "end")
                 yield Ended(**said)
             else:
                 yield Round.of(said)
@@ -468,7 +448,6 @@ class Do:
         address: of the donor.
         donor: its number.
         group: name of the process group.
-        record: of the committed round.
         why: of a repetition or a refusal.
         workers: number of workers of the run that it begins with.
     """
@@ -477,7 +456,6 @@ class Do:
     address: str = ""
     donor: int = 0
     group: str = ""
-    record: Round | None = None
     why: str = ""
     workers: int = 0
 
@@ -499,6 +477,11 @@ class Member:
         self._run = ""  # of the snapshot that it is to fetch
         self._donor = 0
         self._founding = False
+
+    @property
+    def number(self) -> int:
+        """The worker's number, which it has by now."""
+        return _number(self.report)
 
     def _say(self, **changes: Any) -> None:
         self.report = replace(self.report, **changes)
@@ -554,7 +537,7 @@ class Member:
             phase="training", round=me.round + 1, attempt=0, last=record.digest, inherited=recent
         )
         self.roll.append(record)
-        return Do("commit", record=record)
+        return Do("commit")
 
     def enters(self, round_: int, mark: str) -> None:
         """Ask for a run, at this round with these common weights."""
@@ -606,9 +589,14 @@ class Member:
 
 
 @dataclass
-class _Heard:
+class _Process:
+    """A process that reports."""
+
     report: Report
-    at: float
+    at: float  # when it was heard
+    answered: int = -1  # the request for a snapshot that is answered next; -1: it has no number
+    sent: int = 0  # how often to a snapshot, since its last round
+    begun: bool = False  # whether it has been told to begin
 
 
 _NAMED = 3
@@ -638,6 +626,212 @@ def differing(own: Mapping[str, str], others: Mapping[str, str]) -> str:
     return f"{'; '.join(said)}{more}. Give all workers the same settings"
 
 
+class Rounds:
+    """The rounds of one run after the other: members are called, and attempts judged.
+
+    Attributes:
+        now: the keeper's time, which it moves on.
+        heard: token -> process, of those that report and are not refused.
+        run: name of the run; empty before one has begun.
+        round: number of the round that is under way.
+        attempt: of the round.
+        called: the attempt that members are in; None: they are between two.
+        judged: the attempts that this keeper has looked at.
+        since: when enough workers had come or asked; NaN: they have not.
+        last: number -> token, of the last round and those since.
+        roll: the rounds committed by this keeper.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.now, self.heard = now, dict[str, _Process]()
+        self.run, self.round, self.attempt = "", 0, 0
+        self.called: Called | None = None
+        self.judged: set[tuple[str, int, int]] = set()
+        self.since = math.nan
+        self.roll: list[Round] = []
+        self._serial, self._term = 0, secrets.token_hex(3)
+        self.last: dict[int, str] = {}
+        self._norms: dict[int, float] = {}
+        self._differing = 0
+
+    def living(self, silence: float = math.inf) -> list[Report]:
+        """Return what those say that have neither left nor been silent for so long."""
+        return [
+            each.report
+            for each in self.heard.values()
+            if each.report.phase != "left"
+            and self.now - each.at <= min(silence, each.report.terms.timeout)
+        ]
+
+    def members(self, silence: float = math.inf) -> list[Report]:
+        """Return the reports of the run's members, by number."""
+        inside = [r for r in self.living(silence) if r.run == self.run and r.run]
+        return sorted(inside, key=_number)
+
+    def resume(self) -> None:
+        """Go on with a run that members report, if there is one."""
+        living = self.living()
+        runs = [r for r in living if r.run and r.phase not in ("ready", "entering")]
+        runs = [r for r in runs if r.run == self.run] or runs
+        if not runs:
+            return
+        ahead = max(runs, key=lambda r: (r.round, r.phase in ("training", "asking")))
+        judged = self.round if ahead.run == self.run else 0
+        if ahead.round >= judged:
+            self.run, self.round = ahead.run, ahead.round
+        # Some may still be in the round that others have committed already. One that is further
+        # behind has been away, and members know the result of the last round only.
+        here = [r for r in runs if r.run == self.run]
+        self._take_up([r for r in here if r.round >= max(judged, self.round - 1)])
+        self.attempt = max((r.attempt for r in here if r.round == self.round), default=0)
+        self.last = {_number(r): r.token for r in here}
+        self._norms = {_number(r): r.norm for r in here}
+
+    def decide(self) -> Iterator[Entry]:
+        """Call members, or judge the attempt that they are in."""
+        if self.called is None:  # one that was frozen has come back to this round
+            self._take_up([r for r in self.members() if r.round == self.round])
+        yield from self._call() if self.called is None else self._judge()
+
+    def keeps_up(self, member: Report) -> bool:
+        """Return whether a member is in this round, or has yet to read how its last one ended."""
+        exchanging = member.phase in ("running", "done", "failed")
+        judged = _attempt(member) in self.judged
+        return member.round >= self.round or (exchanging and judged)
+
+    def is_current(self, report: Report, mark: str) -> bool:
+        """Return whether a worker has the common weights, of this mark, of this round."""
+        if report.round != self.round or report.phase != "asking":
+            return report.round == self.round
+        return report.mark == mark
+
+    def common_mark(self) -> str:
+        """Return the mark of the weights with which this round begins.
+
+        If marks differ, most asking workers have the right one, or else the lowest of them.
+        """
+        reports = [each.report for each in self.heard.values() if each.report.phase == "asking"]
+        asking = [r for r in reports if (r.run, r.round) == (self.run, self.round)]
+        marks = Counter(r.mark for r in asking)
+        lowest = {r.mark: _number(r) for r in sorted(asking, key=_number, reverse=True)}
+        return max(marks, key=lambda mark: (marks[mark], -lowest[mark]), default="")
+
+    def _take_up(self, members: Sequence[Report]) -> None:
+        """Judge the last attempt that members are in, if only a keeper before this one knew it."""
+        under_way = [r for r in members if r.phase in ("running", "done", "failed")]
+        under_way = [r for r in under_way if _attempt(r) not in self.judged]
+        if under_way:
+            last = max(under_way, key=lambda r: (r.round, r.attempt))
+            self.round = last.round
+            self.called = Called(self.run, last.round, last.attempt, last.members, "")
+
+    def _call(self) -> Iterator[Entry]:
+        """Close the roll of the next attempt, when all or enough have asked."""
+        near = {r.token for r in self.members(NEAR)}
+        here = [r for r in self.members() if r.round == self.round]
+        asking = [r for r in here if r.phase == "asking" and r.token in near]
+        mark = self.common_mark()
+        asking = [r for r in asking if self.is_current(r, mark)]
+        if not asking:
+            self.since = math.nan
+            return
+        now, terms = self.now, asking[0].terms
+        if math.isnan(self.since):
+            self.since = now
+        # One that has been silent for as long as it would be waited for has died, or will be late.
+        # In a repeated round the silent are not waited for at all: one of them has died.
+        silence = NEAR if self.attempt else max(NEAR, terms.grace)
+        heard = {r.token for r in self.members(silence)}
+        coming = [r for r in here if r not in asking and r.token in heard]
+        coming = [r for r in coming if r.phase != "asking" or r.token not in near]
+        late = [r for r in self.living(NEAR) if r not in asking]
+        coming += [r for r in late if self.heard[r.token].sent in AWAITED]
+        enough = len(asking) >= terms.min_workers
+        if not enough or (coming and now - self.since < terms.grace):
+            return
+        self.since = math.nan
+        self._serial += 1
+        numbers = tuple(_number(r) for r in asking)
+        group = f"{self.run}.{self._term}.{self._serial}"
+        where = tuple(r.terms.address for r in asking)
+        self.called = Called(self.run, self.round, self.attempt, numbers, group, where)
+        yield self.called
+
+    def _judge(self) -> Iterator[Entry]:
+        """Commit the attempt, or end it, as soon as that is known."""
+        called = self.called
+        assert called is not None
+        self.judged.add(_attempt(called))
+        by_number = {_number(r): r for r in self.members()}
+        here = [by_number.get(number) for number in called.members]
+        known = [r for r in here if r is not None]
+        for each in known:  # of a keeper before this one
+            if each.round > called.round:
+                yield self._commit(called, known, each.last)
+                return
+            if each.round == called.round and each.attempt > called.attempt:
+                yield self._end(called, "it was ended before", each.attempt)
+                return
+        now_here = [r for r in known if (r.round, r.attempt) == (called.round, called.attempt)]
+        done = [r for r in now_here if r.phase == "done"]
+        failed = [r for r in now_here if r.phase == "failed"]
+        gone = [n for n, r in zip(called.members, here, strict=True) if r is None]
+        odd = [r for r in known if r.phase in ("entering", "ready") or r.round < called.round]
+        if len(done) == len(called.members):
+            digests = {r.digest for r in done}
+            if len(digests) == 1:
+                self._differing = 0
+                yield self._commit(called, done, digests.pop())
+            else:
+                self._differing += 1
+                yield self._end(called, f"results differ, {self._differing} in a row")
+        elif failed or gone or odd:
+            names = gone or [_number(r) for r in [*failed, *odd]]
+            what = "not heard of" if gone else "lost a peer"
+            yield self._end(called, f"worker {', '.join(map(str, names))} {what}")
+
+    def _commit(self, called: Called, known: Sequence[Report], digest: str) -> Verdict:
+        entered, inherited = {}, {}
+        for report in known:
+            number, entrance = _number(report), report.entrance
+            if entrance is not None and entrance.round == called.round:
+                entered[number] = entrance
+            here = tuple(leaver for when, leaver in report.inherited if when == called.round)
+            if here:
+                inherited[number] = here
+            self.heard[report.token].sent = 0
+        left, lost = self._absent(called.members)
+        parts = (called.members, called.attempt, entered, inherited, left, lost, digest)
+        record = Round(called.round, *parts, self.run)
+        gone = {*called.members, *left, *lost}
+        self.last = {number: token for number, token in self.last.items() if number not in gone}
+        self.last |= {_number(r): r.token for r in known}
+        self._norms |= {_number(r): r.norm for r in known}
+        self.roll.append(record)
+        self.called, self.round, self.attempt = None, called.round + 1, 0
+        self.since = math.nan
+        return Verdict(self.run, called.round, called.attempt, record)
+
+    def _absent(self, members: Sequence[int]) -> tuple[tuple[int, ...], dict[int, float]]:
+        """Return who of the rounds before has left, and the norms of those that are silent."""
+        left, lost = [], {}
+        for number, token in self.last.items():
+            heard = self.heard.get(token)
+            if number in members:
+                continue
+            if heard is not None and heard.report.phase == "left":
+                left.append(number)
+            elif heard is None or self.now - heard.at > NEAR:
+                lost[number] = self._norms.get(number, 0.0)
+        return tuple(left), lost
+
+    def _end(self, called: Called, why: str, attempt: int | None = None) -> Verdict:
+        self.called = None
+        self.attempt = called.attempt + 1 if attempt is None else attempt
+        self.since = math.nan
+        return Verdict(self.run, called.round, called.attempt, None, why)
+
+
 class Keeper:
     """Decides on rounds, given reports and the time. It keeps no secret: members know all of it.
 
@@ -652,9 +846,7 @@ class Keeper:
         file: the commits and ends of runs that keepers before this one have decided.
 
     Attributes:
-        run: name of the run; empty before one has begun.
-        round: number of the round that is under way.
-        roll: the rounds committed by this keeper.
+        rounds: of the run that is under way.
 
     Laws, in ``tests/units/local_steps/test_roll.py``:
         1. A round is committed once, with one digest, by members that had the same mark.
@@ -665,29 +857,14 @@ class Keeper:
     def __init__(
         self, now: float = 0.0, settle: float = 3.0, file: Iterable[Round | Ended] = ()
     ) -> None:
-        self.run, self.round, self.attempt = "", 0, 0
-        self.roll: list[Round] = []
-        self._heard: dict[str, _Heard] = {}
+        self.rounds = Rounds(now)
         self._began, self._quiet_until = now, now + settle
         self._next = 0  # number of a worker
-        self._told: dict[str, int] = {}  # token -> request that was answered
-        self._sent: dict[str, int] = {}  # token -> how often to a snapshot, since its last round
-        self._founders: tuple[str, ...] = ()  # the first has the snapshot
-        self._begun: set[str] = set()
-        self._judged: set[tuple[str, int, int]] = set()
-        self._requests: dict[str, int] = {}  # of founders
+        self._founders: dict[str, int] = {}  # token -> request; the first has the snapshot
         self._refused: set[str] = set()
         self._over: dict[str, int] = {}  # run -> round that none has begun
         self._to_say: list[Entry] = []
-        self._last_in_file: Round | None = None
-        self._since = math.nan  # when enough had come or asked
-        self._called: Called | None = None
-        self._serial = 0
-        self._term = secrets.token_hex(3)
-        self._last: dict[int, str] = {}  # number -> token, of the last round and those since
-        self._norms: dict[int, float] = {}
-        self._now = now
-        self._differing = 0
+        self._from_file = ""  # the run that a keeper before this one has left
         self._remember(file)
 
     def _remember(self, file: Iterable[Round | Ended]) -> None:
@@ -698,221 +875,177 @@ class Keeper:
             if isinstance(last, Round):
                 self._over[last.run] += 1
                 self._next = max(self._next, 1 + max(last.members, default=-1))
-        if isinstance(last, Round) and last.run:
-            self._last_in_file = last
-            self.run, self.round = last.run, self._over.pop(last.run)
+        if isinstance(last, Round):
+            self._from_file = last.run
+            self.rounds.run, self.rounds.round = last.run, self._over.pop(last.run)
             verdict = Verdict(last.run, last.round, last.attempt, last)
-            self._judged.add(_attempt(verdict))
+            self.rounds.judged.add(_attempt(verdict))
             self._to_say = [verdict]
 
     def hear(self, report: Report, now: float) -> None:
         """Take a report; an old one, or a repeated one, is ignored."""
-        known = self._heard.get(report.token)
-        if report.token in self._refused:
+        known = self.rounds.heard.get(report.token)
+        if report.token in self._refused or (known and report.beat <= known.report.beat):
             return
-        if known is None or report.beat > known.report.beat:
-            self._heard[report.token] = _Heard(report, now)
-            # A restarted keeper gives no other worker the number of one that is silent.
-            own = -1 if report.number is None else report.number
-            self._next = max(self._next, report.free, own + 1)
+        if known is None:
+            self.rounds.heard[report.token] = _Process(report, now)
+        else:
+            known.report, known.at = report, now
+        # A restarted keeper gives no other worker the number of one that is silent.
+        own = -1 if report.number is None else report.number
+        self._next = max(self._next, report.free, own + 1)
 
     def hear_again(self, token: str, now: float) -> None:
         """Take a sign of life of a process: what it has said last is still so."""
-        if token in self._heard:
-            self._heard[token].at = now
+        if token in self.rounds.heard:
+            self.rounds.heard[token].at = now
 
     def tick(self, now: float) -> list[Entry]:
         """Return what is decided at this time."""
         if now < self._quiet_until:
             return []
+        rounds = self.rounds
+        rounds.now = now
         again, self._to_say = self._to_say, []
         if again:
-            self._resume(now)
-        said = [*again, *self._numbers(now)]
-        if self.run and not self._founders and not self._goes_on(now):
-            self._over[self.run] = self.round  # all have ended, or have died
-            said.append(Ended(self.run, self.round))
-            self.run, self._called = "", None
-        said += self._refuse_left_behind(now)
-        if not self.run:
-            self._resume(now)
-        if not self.run:
-            return [*said, *self._found(now)]
-        self._now = now
+            rounds.resume()
+        said = [*again, *self._numbers()]
+        if rounds.run and not self._founders and not self._goes_on():
+            self._over[rounds.run] = rounds.round  # all have ended, or have died
+            said.append(Ended(rounds.run, rounds.round))
+            rounds.run, rounds.called = "", None
+        said += self._refuse_left_behind()
+        if not rounds.run:
+            rounds.resume()
+        if not rounds.run:
+            return [*said, *self._found()]
         if self._founders:
-            return [*said, *self._begin(now)]
-        if self._called is None:  # one that was frozen has come back to this round
-            self._take_up([r for r in self._members(now) if r.round == self.round])
-        said += self._judge(now) if self._called is not None else self._call(now)
-        return [*said, *self._let_in(now)]
+            return [*said, *self._begin()]
+        return [*said, *rounds.decide(), *self._let_in()]
 
     def awaited(self, now: float) -> str:
         """Return for whom workers wait, in words; empty if none waits."""
-        if not self.run:
-            coming = self._coming(now)
-            return _more(len(coming), coming[0].min_workers) + _unlike(coming) if coming else ""
-        members = self._members(now)
+        rounds = self.rounds
+        rounds.now = now
+        if not rounds.run:
+            coming = self._coming()
+            return _more(len(coming), coming[0].terms) + _unlike(coming) if coming else ""
+        members = rounds.members()
         if self._founders:
-            late = [r for r in self._coming(now) if r.token in self._founders and not r.run]
+            late = [r for r in self._coming() if r.token in self._founders and not r.run]
             return f"{_workers(late)} to take the snapshot" if late else ""
-        if self._called is not None:
+        if rounds.called is not None:
             late = [r for r in members if r.phase == "running"]
-            return f"{_workers(late)} to exchange in round {self.round}" if late else ""
+            return f"{_workers(late)} to exchange in round {rounds.round}" if late else ""
         asking = [r for r in members if r.phase == "asking"]
         if not asking:
             return ""
         late = [r for r in members if r not in asking]
-        few = _more(len(members), asking[0].min_workers)
-        return few or (f"{_workers(late)} to end round {self.round}" if late else "")
+        few = _more(len(members), asking[0].terms)
+        return few or (f"{_workers(late)} to end round {rounds.round}" if late else "")
 
-    def _living(self, now: float, silence: float = math.inf) -> list[Report]:
-        return [
-            each.report
-            for each in self._heard.values()
-            if each.report.phase != "left" and now - each.at <= min(silence, each.report.timeout)
-        ]
-
-    def _goes_on(self, now: float) -> bool:
+    def _goes_on(self) -> bool:
         """Return whether the run has a member that is not behind, or may have one."""
-        if any(map(self._keeps_up, self._members(now))):
+        if any(map(self.rounds.keeps_up, self.rounds.members())):
             return True
         # Those that are silent since before this keeper began may be frozen only.
-        longest = max((r.timeout for r in self._living(now)), default=math.inf)
-        from_file = self._last_in_file is not None and self._last_in_file.run == self.run
-        return from_file and now - self._began <= longest
+        longest = max((r.terms.timeout for r in self.rounds.living()), default=math.inf)
+        return self._from_file == self.rounds.run and self.rounds.now - self._began <= longest
 
-    def _members(self, now: float, silence: float = math.inf) -> list[Report]:
-        inside = [r for r in self._living(now, silence) if r.run == self.run and r.run]
-        return sorted(inside, key=lambda r: _number(r))
-
-    # -------------------------------------------------------------------------- coming in
-
-    def _numbers(self, now: float) -> Iterator[Entry]:
+    def _numbers(self) -> Iterator[Entry]:
         """Give numbers to processes that have none."""
-        living = self._living(now)
+        living = self.rounds.living()
         for report in living:
-            if report.number is not None or self._told.get(report.token, -1) >= 0:
+            process = self.rounds.heard[report.token]
+            if report.number is not None or process.answered >= 0:
                 continue
-            taken = {r.number for r in living} | {n for n, t in self._last.items()}
-            number = report.wanted
-            if number is None or any(r.number == number for r in living):
-                number = max(self._next, max((n for n in taken if n is not None), default=-1) + 1)
+            given = {r.number for r in living if r.number is not None}
+            number = report.terms.wanted
+            if number is None or number in given:
+                number = max(self._next, max([*given, *self.rounds.last], default=-1) + 1)
             self._next = max(self._next, number + 1)
-            self._told[report.token] = 0
-            heard = self._heard[report.token]
-            heard.report = replace(report, number=number)
-            living = [heard.report if r is report else r for r in living]
-            yield Numbered(report.token, number, report.address)
+            process.answered, process.report = 0, replace(report, number=number)
+            living = [process.report if r is report else r for r in living]
+            yield Numbered(report.token, number, report.terms.address)
 
-    def _resume(self, now: float) -> None:
-        """Go on with a run that members report, if there is one."""
-        runs = [r for r in self._living(now) if r.run and r.phase not in ("ready", "entering")]
-        runs = [r for r in runs if r.run == self.run] or runs
-        if not runs:
-            return
-        ahead = max(runs, key=lambda r: (r.round, r.phase in ("training", "asking")))
-        judged = self.round if ahead.run == self.run else 0
-        if ahead.round >= judged:
-            self.run, self.round = ahead.run, ahead.round
-        # Some may still be in the round that others have committed already. One that is further
-        # behind has been away, and members know the result of the last round only.
-        here = [r for r in runs if r.run == self.run]
-        self._take_up([r for r in here if r.round >= max(judged, self.round - 1)])
-        self.attempt = max((r.attempt for r in here if r.round == self.round), default=0)
-        self._last = {_number(r): r.token for r in here}
-        self._norms = {_number(r): r.norm for r in here}
-
-    def _take_up(self, members: Sequence[Report]) -> None:
-        """Judge the last attempt that members are in, if only a keeper before this one knew it."""
-        under_way = [r for r in members if r.phase in ("running", "done", "failed")]
-        under_way = [r for r in under_way if _attempt(r) not in self._judged]
-        if under_way:
-            last = max(under_way, key=lambda r: (r.round, r.attempt))
-            self.round = last.round
-            self._called = Called(self.run, last.round, last.attempt, last.members, "")
-
-    def _coming(self, now: float) -> list[Report]:
+    def _coming(self) -> list[Report]:
         """Return who waits for a run to begin."""
-        outside = ("entering", "ready")
-        coming = [r for r in self._living(now) if r.phase in outside and r.number is not None]
-        return [r for r in coming if not r.sought]
+        coming = [r for r in self.rounds.living() if r.phase in ("entering", "ready")]
+        return [r for r in coming if r.number is not None and not r.sought]
 
-    def _found(self, now: float) -> Iterator[Entry]:
+    def _found(self) -> Iterator[Entry]:
         """Begin a run when enough workers have come, and nobody else for a while."""
-        coming = self._coming(now)
-        if not coming or len(coming) < coming[0].min_workers:
-            self._since = math.nan
+        coming, now, rounds = self._coming(), self.rounds.now, self.rounds
+        if not coming or len(coming) < coming[0].terms.min_workers:
+            rounds.since = math.nan
             return
         alike = Counter(_settings(r) for r in coming)
         first = max(coming, key=lambda r: (r.round, alike[_settings(r)], -_number(r)))
-        refused = [r for r in coming if r.settings != first.settings]
+        refused = [r for r in coming if r.terms.settings != first.terms.settings]
         if refused:
             for report in refused:
-                yield self._refuse(report, differing(report.settings, first.settings))
+                yield self._refuse_other_settings(report, first)
             return
-        if math.isnan(self._since):
-            self._since = now
-        if now - self._since < first.grace:
+        if math.isnan(rounds.since):
+            rounds.since = now
+        if now - rounds.since < first.terms.grace:
             return
-        self._since = math.nan
-        self.run, self.round, self.attempt = secrets.token_hex(6), first.round, 0
-        others = (r.token for r in coming if r is not first)
-        self._founders = (first.token, *others)
-        self._requests = {r.token: r.request for r in coming}
-        self._last = {_number(r): r.token for r in coming}
-        yield Founded(self.run, first.token, first.address, _number(first), self._founders)
+        rounds.since = math.nan
+        rounds.run, rounds.round, rounds.attempt = secrets.token_hex(6), first.round, 0
+        rounds.last = {_number(r): r.token for r in coming}
+        self._founders = {r.token: r.request for r in [first, *coming]}
+        said = (rounds.run, first.token, first.terms.address, _number(first))
+        yield Founded(*said, tuple(self._founders))
 
-    def _begin(self, now: float) -> Iterator[Entry]:
+    def _begin(self) -> Iterator[Entry]:
         """Let founders begin, when all that live have the snapshot."""
-        living = {r.token: r for r in self._living(now)}
+        living = {r.token: r for r in self.rounds.living()}
         here = [living[token] for token in self._founders if token in living]
         # One that could not fetch the snapshot asks again, and then comes in later.
-        here = [r for r in here if r.request == self._requests[r.token]]
-        if self._founders[0] not in living:
-            self.run, self._founders = "", ()
-        elif all((r.run, r.phase) == (self.run, "ready") for r in here):
-            self._founders = ()
-            self._begun |= {r.token for r in here}
-            yield Begun(self.run, tuple(r.token for r in here), len(here))
+        here = [r for r in here if r.request == self._founders[r.token]]
+        if next(iter(self._founders)) not in living:
+            self.rounds.run, self._founders = "", {}
+        elif all((r.run, r.phase) == (self.rounds.run, "ready") for r in here):
+            self._founders = {}
+            for report in here:
+                self.rounds.heard[report.token].begun = True
+            yield Begun(self.rounds.run, tuple(r.token for r in here), len(here))
 
-    def _let_in(self, now: float) -> Iterator[Entry]:
+    def _let_in(self) -> Iterator[Entry]:
         """Send those that need a snapshot to the lowest member."""
-        members = self._members(now)
+        rounds = self.rounds
+        members = rounds.members()
         inside = [r for r in members if r.phase not in ("entering", "ready")]
-        mark = self._common_mark()
-        donors = [r for r in inside if r.round == self.round and self._is_current(r, mark)]
-        near = {r.token for r in self._members(now, NEAR)}
+        mark = rounds.common_mark()
+        donors = [r for r in inside if r.round == rounds.round and rounds.is_current(r, mark)]
+        near = {r.token for r in rounds.members(NEAR)}
         donors = [r for r in donors if r.token in near] or donors
         if not donors:
             return
         donor = donors[0]
-        late = [r for r in inside if r.phase == "asking" and not self._is_current(r, mark)]
-        ended = [r for r in inside if r.phase in ("done", "failed") and r.round != self.round]
-        late += [r for r in ended if _attempt(r) not in self._judged]
-        late += [r for r in self._living(now) if r.phase == "entering" and r.number is not None]
+        late = [r for r in inside if r.phase == "asking" and not rounds.is_current(r, mark)]
+        ended = [r for r in inside if r.phase in ("done", "failed") and r.round != rounds.round]
+        late += [r for r in ended if _attempt(r) not in rounds.judged]
+        late += [r for r in self.rounds.living() if r.phase == "entering" and r.number is not None]
         for report in members:
-            if report.phase == "ready" and report.token not in self._begun:
-                self._begun.add(report.token)
-                yield Begun(self.run, (report.token,), len(members))
+            process = self.rounds.heard[report.token]
+            if report.phase == "ready" and not process.begun:
+                process.begun = True
+                yield Begun(rounds.run, (report.token,), len(members))
         for report in late:
-            if self._told.get(report.token, 0) > report.request:
+            process = self.rounds.heard[report.token]
+            if process.answered > report.request:
                 continue
-            self._told[report.token] = report.request + 1
-            if report.settings != donor.settings:
-                yield self._refuse(report, differing(report.settings, donor.settings))
+            process.answered = report.request + 1
+            if report.terms.settings != donor.terms.settings:
+                yield self._refuse_other_settings(report, donor)
             else:
-                self._sent[report.token] = self._sent.get(report.token, 0) + 1
+                process.sent += 1
                 size = len({report.token, *(r.token for r in members)})
-                parts = (self.run, _number(donor), donor.address, size)
+                parts = (rounds.run, _number(donor), donor.terms.address, size)
                 yield Enter(report.token, report.request, *parts)
 
-    def _keeps_up(self, member: Report) -> bool:
-        """Return whether a member is in this round, or has yet to read how its last one ended."""
-        exchanging = member.phase in ("running", "done", "failed")
-        judged = _attempt(member) in self._judged
-        return member.round >= self.round or (exchanging and judged)
-
-    def _refuse_left_behind(self, now: float) -> Iterator[Entry]:
+    def _refuse_left_behind(self) -> Iterator[Entry]:
         """Refuse workers that were away when their run ended: they would end with other weights.
 
         A member of an ended run that lacks none of its rounds goes on with it, unless another run
@@ -920,12 +1053,12 @@ class Keeper:
         may not know that a run has ended, and waits as long as it would hear of a member that
         lives.
         """
-        for report in self._living(now):
+        for report in self.rounds.living():
             run = report.run or report.sought
-            if run in ("", self.run):
+            if run in ("", self.rounds.run):
                 continue
             rounds = self._over.get(run)
-            if rounds is None and now - self._began <= report.timeout:
+            if rounds is None and self.rounds.now - self._began <= report.terms.timeout:
                 continue
             after = "" if rounds is None else f", after round {rounds - 1}"
             if report.sought or (rounds is not None and report.round < rounds):
@@ -934,157 +1067,31 @@ class Keeper:
                     f"{report.round}. Use the weights of another worker"
                 )
                 yield self._refuse(report, why)
-            elif self.run:
+            elif self.rounds.run:
                 why = (
                     f"its run has ended{after}, and another one has begun. Start this worker again "
                     f"to take part in that one"
                 )
                 yield self._refuse(report, why)
 
+    def _refuse_other_settings(self, report: Report, right: Report) -> Refused:
+        return self._refuse(report, differing(report.terms.settings, right.terms.settings))
+
     def _refuse(self, report: Report, why: str) -> Refused:
         self._refused.add(report.token)
-        self._heard.pop(report.token)
+        self.rounds.heard.pop(report.token)
         return Refused(report.token, why)
 
-    def _is_current(self, report: Report, mark: str) -> bool:
-        """Return whether a worker has the common weights, of this mark, of this round."""
-        if report.round != self.round or report.phase != "asking":
-            return report.round == self.round
-        return report.mark == mark
 
-    def _common_mark(self) -> str:
-        """Return the mark of the weights with which this round begins.
-
-        If marks differ, most asking workers have the right one, or else the lowest of them.
-        """
-        asking = [
-            each.report
-            for each in self._heard.values()
-            if each.report.phase == "asking"
-            and (each.report.run, each.report.round) == (self.run, self.round)
-        ]
-        marks = Counter(r.mark for r in asking)
-        lowest = {r.mark: _number(r) for r in sorted(asking, key=_number, reverse=True)}
-        return max(marks, key=lambda mark: (marks[mark], -lowest[mark]), default="")
-
-    # ------------------------------------------------------------------------------ rounds
-
-    def _call(self, now: float) -> Iterator[Entry]:
-        """Close the roll of the next attempt, when all or enough have asked."""
-        near = {r.token for r in self._members(now, NEAR)}
-        here = [r for r in self._members(now) if r.round == self.round]
-        asking = [r for r in here if r.phase == "asking" and r.token in near]
-        mark = self._common_mark()
-        asking = [r for r in asking if self._is_current(r, mark)]
-        if not asking:
-            self._since = math.nan
-            return
-        if math.isnan(self._since):
-            self._since = now
-        # One that has been silent for as long as it would be waited for has died, or will be late.
-        # In a repeated round the silent are not waited for at all: one of them has died.
-        silence = NEAR if self.attempt else max(NEAR, asking[0].grace)
-        heard = {r.token for r in self._members(now, silence)}
-        coming = [r for r in here if r not in asking and r.token in heard]
-        coming = [r for r in coming if r.phase != "asking" or r.token not in near]
-        late = [r for r in self._living(now, NEAR) if r not in asking]
-        coming += [r for r in late if self._sent.get(r.token) in AWAITED]
-        enough = len(asking) >= asking[0].min_workers
-        if not enough or (coming and now - self._since < asking[0].grace):
-            return
-        self._since = math.nan
-        numbers = tuple(_number(r) for r in asking)
-        self._serial += 1
-        group = f"{self.run}.{self._term}.{self._serial}"
-        where = tuple(r.address for r in asking)
-        self._called = Called(self.run, self.round, self.attempt, numbers, group, where)
-        yield self._called
-
-    def _judge(self, now: float) -> Iterator[Entry]:
-        """Commit the attempt, or end it, as soon as that is known."""
-        called = self._called
-        assert called is not None
-        self._judged.add(_attempt(called))
-        by_number = {_number(r): r for r in self._members(now)}
-        here = [by_number.get(number) for number in called.members]
-        known = [r for r in here if r is not None]
-        for each in known:  # of a keeper before this one
-            if each.round > called.round:
-                yield from self._commit(called, known, each.last)
-                return
-            if each.round == called.round and each.attempt > called.attempt:
-                yield from self._end(called, "it was ended before", each.attempt)
-                return
-        now_here = [r for r in known if (r.round, r.attempt) == (called.round, called.attempt)]
-        done = [r for r in now_here if r.phase == "done"]
-        failed = [r for r in now_here if r.phase == "failed"]
-        gone = [n for n, r in zip(called.members, here, strict=True) if r is None]
-        odd = [r for r in known if r.phase in ("entering", "ready") or r.round < called.round]
-        if len(done) == len(called.members):
-            digests = {r.digest for r in done}
-            if len(digests) == 1:
-                self._differing = 0
-                yield from self._commit(called, done, digests.pop())
-            else:
-                self._differing += 1
-                yield from self._end(called, f"results differ, {self._differing} in a row")
-        elif failed or gone or odd:
-            names = gone or [_number(r) for r in [*failed, *odd]]
-            what = "not heard of" if gone else "lost a peer"
-            yield from self._end(called, f"worker {', '.join(map(str, names))} {what}")
-
-    def _commit(self, called: Called, known: Sequence[Report], digest: str) -> Iterator[Entry]:
-        entered, inherited = {}, {}
-        for report in known:
-            number, entrance = _number(report), report.entrance
-            if entrance is not None and entrance.round == called.round:
-                entered[number] = entrance
-            here = tuple(leaver for when, leaver in report.inherited if when == called.round)
-            if here:
-                inherited[number] = here
-        left, lost = self._absent(called.members)
-        parts = (called.members, called.attempt, entered, inherited, left, lost, digest)
-        record = Round(called.round, *parts, self.run)
-        gone = {*called.members, *left, *lost}
-        self._last = {number: token for number, token in self._last.items() if number not in gone}
-        self._last |= {_number(r): r.token for r in known}
-        for report in known:
-            self._sent.pop(report.token, None)
-        self._norms |= {_number(r): r.norm for r in known}
-        self.roll.append(record)
-        self._called, self.round, self.attempt = None, called.round + 1, 0
-        self._since = math.nan
-        yield Verdict(self.run, called.round, called.attempt, record)
-
-    def _absent(self, members: Sequence[int]) -> tuple[tuple[int, ...], dict[int, float]]:
-        """Return who of the rounds before has left, and the norms of those that are silent."""
-        left, lost = [], {}
-        for number, token in self._last.items():
-            heard = self._heard.get(token)
-            if number in members:
-                continue
-            if heard is not None and heard.report.phase == "left":
-                left.append(number)
-            elif heard is None or self._now - heard.at > NEAR:
-                lost[number] = self._norms.get(number, 0.0)
-        return tuple(left), lost
-
-    def _end(self, called: Called, why: str, attempt: int | None = None) -> Iterator[Entry]:
-        self._called = None
-        self.attempt = called.attempt + 1 if attempt is None else attempt
-        self._since = math.nan
-        yield Verdict(self.run, called.round, called.attempt, None, why)
-
-
-def _more(here: int, wanted: int) -> str:
+def _more(here: int, terms: Terms) -> str:
     """Return how many workers are missing, in words; empty if none is."""
-    missing = wanted - here
+    missing = (wanted := terms.min_workers) - here
     plural = "s" if missing > 1 else ""
     return f"{missing} more worker{plural} ({here} of {wanted})" if missing > 0 else ""
 
 
 def _settings(report: Report) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(report.settings.items()))
+    return tuple(sorted(report.terms.settings.items()))
 
 
 def _unlike(reports: Sequence[Report]) -> str:
@@ -1093,7 +1100,7 @@ def _unlike(reports: Sequence[Report]) -> str:
         {
             name
             for name, _ in set.union(*map(set, map(_settings, reports)))
-            if len({r.settings.get(name) for r in reports}) > 1
+            if len({r.terms.settings.get(name) for r in reports}) > 1
         }
     )
     return (

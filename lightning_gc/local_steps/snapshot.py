@@ -1,21 +1,23 @@
 """Snapshots: what a worker that joins begins with, its bytes, and the door where it is had.
 
-Nothing is unpickled: a tree is a JSON text, and the bytes of its tensors behind it. A ``channel``
-carries them, so they are neither damaged, nor a stranger's, nor old ones.
+Nothing is unpickled: a tree is a safetensors file. It is read after its ``channel`` has checked the
+signature, so it is neither damaged, nor a stranger's, nor an old one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from lightning_gc.core import ANYTHING, TEXT, WHOLE, Each, Leaf, Record
@@ -30,17 +32,6 @@ from lightning_gc.local_steps.local_rounds import CommonState, LocalRounds
 from lightning_gc.local_steps.rendezvous import host_and_port
 
 _log = logging.getLogger(__name__)
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
-        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    )
-}
-MAX_HEADER = 1 << 26
-"""Most bytes of a tree's text."""
-
-
 _SNAPSHOT = Record(
     {
         "round": WHOLE,
@@ -115,114 +106,51 @@ def load_snapshot(tree: Tree, rounds: LocalRounds, engine: Engine, keep_error: b
 
 def digest_in_words(tensors: Sequence[Tensor]) -> str:
     """Return a digest of every bit of the tensors."""
-    return f"{int(digest(*tensors)) & _MASK:016x}"
+    return f"{int(digest(*tensors)) & (1 << 64) - 1:016x}"
 
 
-_MASK = (1 << 64) - 1
+def to_bytes(tree: Any) -> bytes:
+    """Return nested dicts and lists of tensors, numbers, texts and None as a safetensors file.
 
-
-def to_bytes(tree: Tree) -> bytearray:
-    """Return nested dicts and lists of tensors, numbers, texts and None as bytes.
-
-    Eight bytes are the length of the text; the tensors' bytes follow it, in the order of the text.
+    Its tensors have numbers. Its metadata has the tree as JSON, with ``{"": number}`` for a tensor.
 
     Raises:
-        ValueError: a value of another type.
+        ValueError: a value of another type, or tensors that share memory.
 
     Example:
         >>> from_bytes(to_bytes({"a": [1, 2.5, None], "b": {"c": "text"}}))
         {'a': [1, 2.5, None], 'b': {'c': 'text'}}
     """
-    tensors: list[Tensor] = []
-    text = json.dumps(_described(tree, tensors)).encode()
-    data = bytearray(len(text).to_bytes(8, "big") + text)
-    for tensor in tensors:
-        data += tensor.reshape(-1).view(torch.uint8).numpy().data
-    return data
+    tensors: dict[str, Tensor] = {}
+
+    def numbered(value: Any) -> dict[str, str]:
+        if not isinstance(value, Tensor):
+            raise ValueError(f"A snapshot cannot hold {value!r} of {type(value).__name__}.")
+        number = str(len(tensors))
+        tensors[number] = value.detach().to("cpu").contiguous()
+        return {"": number}
+
+    text = json.dumps(tree, default=numbered)
+    try:
+        return safetensors.torch.save(tensors, {"tree": text})
+    except (LookupError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"A snapshot cannot hold one of its tensors: {error}") from error
 
 
 def from_bytes(data: bytes | bytearray) -> Any:
     """Return the tree of ``to_bytes``; ValueError if the bytes are not a tree."""
-    length = int.from_bytes(data[:8], "big")
-    if not 0 < length <= min(MAX_HEADER, len(data) - 8):
-        raise ValueError(f"{len(data):,} bytes cannot have a text of {length:,} bytes.")
-    reader = _Decoder(memoryview(data), 8 + length)
-    tree = reader.value(json.loads(bytes(data[8 : 8 + length])))
-    if reader.at != len(data):
-        raise ValueError(f"{len(data) - reader.at:,} bytes belong to no tensor.")
+    try:
+        tensors = safetensors.torch.load(bytes(data))
+        head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # not loaded
+        tree = json.loads(
+            head["__metadata__"]["tree"],
+            object_hook=lambda each: tensors.pop(each[""]) if "" in each else each,
+        )
+    except Exception as error:  # nothing is known of the bytes
+        raise ValueError(f"{len(data):,} bytes are not a tree: {error!r}") from error
+    if tensors:
+        raise ValueError(f"{len(tensors):,} tensors have no place in their tree.")
     return tree
-
-
-def _described(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        here = value.detach().to("cpu").contiguous()
-        dtype = str(here.dtype).removeprefix("torch.")
-        if dtype not in _DTYPES:
-            raise ValueError(f"A snapshot cannot hold a tensor of {here.dtype}.")
-        tensors.append(here)
-        return {"t": [dtype, list(here.shape)]}
-    if isinstance(value, dict):
-        return {"d": {str(name): _described(each, tensors) for name, each in value.items()}}
-    if isinstance(value, list | tuple):
-        return {"l": [_described(each, tensors) for each in value]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"v": value}
-    raise ValueError(f"A snapshot cannot hold {value!r} of {type(value).__name__}.")
-
-
-class _Decoder:
-    """Reads the values that a text describes.
-
-    Attributes:
-        at: position in the data of the next tensor.
-    """
-
-    def __init__(self, data: memoryview, at: int) -> None:
-        self._data, self.at = data, at
-
-    def value(self, said: Any) -> Any:
-        match said:
-            case {"d": dict(named)}:
-                return {name: self.value(each) for name, each in named.items()}
-            case {"l": list(listed)}:
-                return [self.value(each) for each in listed]
-            case {"t": [str(dtype), list(shape)]} if dtype in _DTYPES:
-                return self._tensor(_DTYPES[dtype], shape)
-            case {"v": None | bool() | int() | float() | str() as plain}:
-                return plain
-        raise ValueError(f"{str(said)[:60]} describes no value of a snapshot.")
-
-    def _tensor(self, dtype: torch.dtype, shape: list[Any]) -> Tensor:
-        if not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"{str(shape)[:60]} is not a shape.")
-        start, self.at = self.at, self.at + math.prod(shape) * dtype.itemsize
-        if self.at > len(self._data):
-            raise ValueError(
-                f"A tensor of shape {shape} ends behind the {len(self._data):,} bytes."
-            )
-        if start == self.at:
-            return torch.zeros(shape, dtype=dtype, device="cpu")
-        piece = bytearray(self._data[start : self.at])
-        return torch.frombuffer(piece, dtype=dtype).view(shape)
-
-
-class Wire:
-    """One side of a connection between a door and its visitor, which carries trees.
-
-    Args:
-        link: the connection.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def send(self, tree: Tree) -> None:
-        """Send a tree."""
-        self._link.send(to_bytes(tree))
-
-    def receive(self) -> Any:
-        """Return the tree that has come; ValueError if it is damaged."""
-        return from_bytes(self._link.receive())
 
 
 class Door:
@@ -291,19 +219,30 @@ class Door:
     def _visit(self, link: Link, heard: Sequence[bytearray]) -> None:
         with link.link:
             try:
-                for message in heard:
+                for message in itertools.chain(heard, iter(link.receive, None)):
                     link.send(to_bytes(self._answer(from_bytes(message))))
-                while True:
-                    link.send(to_bytes(self._answer(from_bytes(link.receive()))))
             except ConnectionError:
                 return
             except (OSError, ValueError) as error:
                 _log.warning("A visitor was sent away: %s", error)
 
 
+Ask = Callable[[Tree], Any]
+"""Sends a tree to a door, and returns the answer."""
+
+
 @contextlib.contextmanager
-def visiting(address: str, seal: Seal, most: int, timeout: float) -> Iterator[Wire]:
-    """Connect to a door at ``"host:port"``; yield the ``Wire``."""
-    where = host_and_port(address, "Worker")
-    with calling(where, seal, address, most, timeout, f"the worker at {address}") as link:
-        yield Wire(link)
+def visiting(address: str, seal: Seal, most: int, timeout: float) -> Iterator[Ask]:
+    """Yield what asks the door at ``"host:port"``; the first question connects."""
+    with contextlib.ExitStack() as stack:
+        links: list[Link] = []
+
+        def ask(tree: Tree) -> Any:
+            if not links:
+                where, name = host_and_port(address, "Worker"), f"the worker at {address}"
+                called = calling(where, seal, address, most, timeout, name)
+                links.append(stack.enter_context(called))
+            links[0].send(to_bytes(tree))
+            return from_bytes(links[0].receive())
+
+        yield ask

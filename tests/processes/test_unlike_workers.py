@@ -209,7 +209,7 @@ def settings_of(worker: int, folder: str) -> list[dict[str, str]]:
     for change in ("", "", *CHANGES):
         elastic = Elastic(f"127.0.0.1:{server.port}", secret="secret")
         made: Any = by_local_steps(Model(change), elastic=elastic)
-        found.append(made.meeting.exchange._member.report.settings)
+        found.append(made.meeting.exchange._membership.member.report.terms.settings)
         made.end(failed=True)
     server.close()
     return found

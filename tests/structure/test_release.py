@@ -56,7 +56,7 @@ def test_oldest_versions_are_tried_together(package: str) -> None:
     assert first.python == python
     for version, bound in ((first.torch, "torch"), (first.lightning, package)):
         assert version.startswith(f"{oldest(bound)}.")
-    for name in ("torchmetrics", "tensorboard", "numpy") if first.others else ():
+    for name in ("torchmetrics", "tensorboard", "numpy", "safetensors") if first.others else ():
         assert any(other.startswith(f"{name}=={oldest(name)}.") for other in first.others)
 
 

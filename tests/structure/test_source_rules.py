@@ -200,7 +200,7 @@ READ_BY = {
     "exchange/peers.py": {"json.loads"},
     "local_steps/rendezvous.py": {"json.loads"},
     "local_steps/roll.py": {"json.loads"},
-    "local_steps/snapshot.py": {"json.loads"},
+    "local_steps/snapshot.py": {"json.loads", "safetensors.torch.load"},
     "methods/method.py": {"yaml.safe_load"},  # values of fields that the user types
     "methods/yaml_config.py": {"json.loads", "yaml.safe_load"},
     "tuning/journal.py": {

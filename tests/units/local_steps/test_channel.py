@@ -25,7 +25,7 @@ from lightning_gc.local_steps.channel import (
     calling,
 )
 from lightning_gc.local_steps.rendezvous import Line, Meetings, Rendezvous, _claim, serve
-from lightning_gc.local_steps.roll import NEAR, Keeper, Numbered, Report, Round, line_of
+from lightning_gc.local_steps.roll import NEAR, Keeper, Numbered, Report, Round, Terms, line_of
 from lightning_gc.local_steps.roll_file import BusyError
 from lightning_gc.local_steps.snapshot import Door, visiting
 from tests.support.processes import hold_port, many_files, preloaded
@@ -399,7 +399,7 @@ def test_a_worker_knows_why_it_is_not_heard(
 
 def test_a_report_that_cannot_be_read_is_named(rendezvous: Rendezvous) -> None:
     with line_to(rendezvous.port) as line:
-        line.say(replace(Report("a"), beat=-1, min_workers=0))
+        line.say(Report("a", beat=-1, terms=Terms(min_workers=0)))
         until(lambda: "min_workers" in line.trouble)
         line.say(Report("a"))
         assert told(line) == Numbered("a", 0)
@@ -554,9 +554,8 @@ def _assert_served(served: Served, number: int) -> None:
     with line_to(served.port) as line:
         line.say(Report(str(number)))
         assert told(line) == Numbered(str(number), number)
-    with visiting(served.address, SECRET, 1 << 20, 60.0) as wire:
-        wire.send({"number": number})
-        assert wire.receive() == {"asked": {"number": number}}
+    with visiting(served.address, SECRET, 1 << 20, 60.0) as ask:
+        assert ask({"number": number}) == {"asked": {"number": number}}
 
 
 @pytest.mark.slow
@@ -585,7 +584,7 @@ def test_an_idle_rendezvous_rests_and_hears_at_once() -> None:
         for number in range(41):
             time.sleep(0.017)  # at no fixed place between two looks of the rendezvous
             said = time.monotonic()
-            _say(lines[number], replace(_training(number), beat=10_000, min_workers=0))
+            _say(lines[number], replace(_training(number), beat=10_000, terms=Terms(min_workers=0)))
             while "trouble" not in json.loads(lines[number].receive()):
                 pass
             waits.append(time.monotonic() - said)
@@ -596,7 +595,11 @@ def test_an_idle_rendezvous_rests_and_hears_at_once() -> None:
 def _pace(line: Link) -> float:
     """Return the seconds between two reports that the rendezvous asks for when all have come."""
     line.send(b"")
-    line.send(json.dumps({"report": replace(_training(0), min_workers=0).in_words()}).encode())
+    line.send(
+        json.dumps(
+            {"report": replace(_training(0), terms=Terms(min_workers=0)).in_words()}
+        ).encode()
+    )
     pace = 0.0
     while "trouble" not in (said := json.loads(line.receive())):
         pace = said.get("pace", pace)
@@ -645,9 +648,9 @@ def test_a_worker_gives_its_port_to_who_has_the_secret_and_tells_what_the_file_l
                 patch.setattr("lightning_gc.local_steps.rendezvous.TAKEN", 1.0)
                 with pytest.raises(BusyError, match="only to a rendezvous with its secret"):
                     serve(port, "another", tmp_path / "roll")
-            assert line._serving.leaves == float("inf")
+            assert line._deputy._serving.leaves == float("inf")
             _claim(port, SECRET)
             with contextlib.closing(Rendezvous(port, "secret", tmp_path / "roll")) as restarted:
                 until(lambda: len(restarted._known) == 3)
                 assert [*restarted._known.values()] == rounds[3:]
-                assert (line._serving, line.trouble) == (None, "")
+                assert (line._deputy._serving, line.trouble) == (None, "")

@@ -25,6 +25,7 @@ from lightning_gc.local_steps.roll import (
     Report,
     Roll,
     Round,
+    Terms,
     Verdict,
     differing,
     entry_of,
@@ -37,13 +38,16 @@ TICK = 0.1  # seconds
 SAME = {"compressor": "TopK(0.01)", "every": "16"}
 
 
+def terms(address: str, min_workers: int = MIN, settings: dict[str, str] = SAME) -> Terms:
+    return Terms(None, address, settings, min_workers, GRACE, TIMEOUT)
+
+
 class Worker:
     """A member whose exchanges are those of the world it lives in."""
 
     def __init__(self, name: str, world: "World") -> None:
         self.name, self.world = name, world
-        terms: dict[str, Any] = {"min_workers": MIN, "grace": GRACE, "timeout": TIMEOUT}
-        self.member = Member(Report(name, address=name, settings=SAME, **terms))
+        self.member = Member(Report(name, terms=terms(name)))
         self.cursor, self.beat, self.term = len(world.log), 0, world.term
         self.lag = 1 + len(world.workers) % 3  # ticks between two looks at the log
         self.frozen = self.dead = self.left = self.refused = False
@@ -90,9 +94,9 @@ class Worker:
             assert isinstance(entry, Called)
             self.running = entry
         elif done.what == "commit":
-            assert done.record is not None
-            self.history.append(done.record.digest)
-            self.world.note(self.name, self.report.run, len(self.history) - 2, done.record)
+            record = self.member.roll[-1]
+            self.history.append(record.digest)
+            self.world.note(self.name, self.report.run, len(self.history) - 2, record)
             self.steps = 0
         elif done.what == "repeat":
             self.member.asks(self.mark)
@@ -139,7 +143,7 @@ class World:
     def restart(self, with_file: bool = True) -> None:
         self.term, self.log = next(self.terms), list[Entry]()
         self.keeper = Keeper(self.now, settle=1.0, file=self.file if with_file else ())
-        self.keeper._term = str(self.term)
+        self.keeper.rounds._term = str(self.term)
 
     def join(self) -> None:
         self.workers.append(Worker(f"w{len(self.workers)}", self))
@@ -228,7 +232,7 @@ def test_a_worker_joins_within_a_round_and_members_do_not_wait() -> None:
     members = [members for _, members in world.committed.values()]
     assert members[0] == (0, 1)
     assert members[-1] == (0, 1, 2)
-    entered = [r.entered for r in world.keeper.roll if 2 in r.entered]
+    entered = [r.entered for r in world.keeper.rounds.roll if 2 in r.entered]
     assert entered[0][2].donor == 0
 
 
@@ -247,10 +251,10 @@ def test_a_frozen_worker_comes_back_with_the_weights_of_the_others() -> None:
 def test_a_restarted_keeper_goes_on_with_the_run(moment: int, with_file: bool) -> None:
     world = World(3)
     world.go(4 + moment * TICK)
-    run, before = world.keeper.run, world.rounds
+    run, before = world.keeper.rounds.run, world.rounds
     world.restart(with_file)
     world.go(6)
-    assert world.keeper.run == run
+    assert world.keeper.rounds.run == run
     assert world.rounds > before + 2
     assert world.committed[world.rounds - 1][1] == (0, 1, 2)
 
@@ -262,14 +266,14 @@ def test_a_round_that_only_absent_members_know_is_not_committed_again(with_file:
     world.workers[3].frozen = world.workers[2].frozen = True
     world.go(4)
     world.join()
-    known = world.keeper.round
+    known = world.keeper.rounds.round
     for worker in world.workers[:2]:
         worker.frozen = True
     for worker in world.workers[2:4]:
         worker.frozen = False
     world.restart(with_file)
     world.go(3)
-    assert world.keeper.round >= known if with_file else world.keeper.round < known
+    assert world.keeper.rounds.round >= known if with_file else world.keeper.rounds.round < known
     for worker in world.workers[:2]:
         worker.frozen = False
     if with_file:
@@ -305,7 +309,7 @@ def test_a_new_run_does_not_wait_for_one_that_has_ended() -> None:
     world.join()
     world.join()
     world.go(1 + 2 * GRACE)
-    assert world.keeper.run not in ("", world.file[0].run)
+    assert world.keeper.rounds.run not in ("", world.file[0].run)
 
 
 def test_a_worker_that_was_away_while_another_run_began_is_refused() -> None:
@@ -321,7 +325,7 @@ def test_a_worker_that_was_away_while_another_run_began_is_refused() -> None:
     world.workers[0].frozen = False
     world.go(1)
     assert world.workers[0].refused
-    assert {w.report.run for w in world.workers[2:]} == {world.keeper.run}
+    assert {w.report.run for w in world.workers[2:]} == {world.keeper.rounds.run}
 
 
 def test_one_worker_of_two_waits_for_another() -> None:
@@ -390,7 +394,7 @@ def test_workers_without_a_snapshot_of_an_ended_run_begin_no_other(
     world.join()
     world.join()
     world.go(5)
-    assert {w.report.run for w in world.workers[5:]} == {world.keeper.run} != {""}
+    assert {w.report.run for w in world.workers[5:]} == {world.keeper.rounds.run} != {""}
 
 
 def test_a_restarted_keeper_lets_in_those_whose_snapshots_are_late() -> None:
@@ -412,7 +416,8 @@ def test_other_settings_are_refused() -> None:
     world.go(5)
     world.join()
     other = world.workers[-1].member
-    other.report = dataclasses.replace(other.report, settings={**SAME, "every": "8"})
+    unlike = terms("w2", settings={**SAME, "every": "8"})
+    other.report = dataclasses.replace(other.report, terms=unlike)
     refused = []
     world.workers[-1].do = lambda done, entry: refused.append(done)  # type: ignore[method-assign]
     world.go(0.2)
@@ -451,7 +456,7 @@ def test_a_keeper_says_for_whom_workers_wait() -> None:
     while other.report.phase != "asking":
         world.go(TICK)
     world.go(GRACE / 2)
-    assert world.keeper.awaited(world.now) == f"worker 0 to end round {world.keeper.round}"
+    assert world.keeper.awaited(world.now) == f"worker 0 to end round {world.keeper.rounds.round}"
     world.go(2 * TIMEOUT)
     assert world.keeper.awaited(world.now) == "1 more worker (1 of 2)"
     one.frozen = False
@@ -469,7 +474,8 @@ def test_most_founders_have_the_settings_of_the_run(unlike: set[int], refused: s
         world.join()
         member = world.workers[-1].member
         own = {**SAME, "every": "8"} if number in unlike else SAME
-        member.report = dataclasses.replace(member.report, min_workers=3, settings=own)
+        unusual = terms(f"w{number}", 3, own)
+        member.report = dataclasses.replace(member.report, terms=unusual)
         world.go(2)
         if number == 1:
             told = "1 more worker (2 of 3), and workers 0, 1 differ in every"
@@ -492,13 +498,12 @@ def test_a_keeper_names_who_exchanges_and_who_takes_a_snapshot() -> None:
         world.go(TICK)
     late.frozen = True
     world.go(0.5)
-    assert f"to exchange in round {world.keeper.round}" in world.keeper.awaited(world.now)
+    assert f"to exchange in round {world.keeper.rounds.round}" in world.keeper.awaited(world.now)
 
 
 def asking(token: str, number: int, mark: str) -> Report:
-    terms: dict[str, Any] = {"min_workers": MIN, "grace": GRACE, "timeout": TIMEOUT}
-    parts: dict[str, Any] = {"phase": "asking", "run": "run", "round": 5, "settings": SAME}
-    return Report(token, 1, number=number, mark=mark, address=token, **parts, **terms)
+    parts: dict[str, Any] = {"phase": "asking", "run": "run", "round": 5}
+    return Report(token, 1, number=number, mark=mark, terms=terms(token), **parts)
 
 
 def test_a_worker_with_other_weights_takes_a_snapshot() -> None:

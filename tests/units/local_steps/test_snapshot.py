@@ -1,20 +1,23 @@
 """Snapshots: bytes that run nothing, damaged ones, strangers, and a worker's error handed over."""
 
 import contextlib
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_gc.local_steps import elastic
 from lightning_gc.local_steps.channel import HandshakeError, Seal
-from lightning_gc.local_steps.elastic import ElasticExchange, snapshot_and_place
+from lightning_gc.local_steps.elastic import Inheritance, snapshot_and_place
 from lightning_gc.local_steps.rendezvous import host_and_port
 from lightning_gc.local_steps.snapshot import Door, from_bytes, to_bytes, visiting
+from lightning_gc.transports.island import ALONE
 
 TREE = {
     "a": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
@@ -39,34 +42,47 @@ def test_a_tree_comes_back() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, len(to_bytes(TREE)) - 1), st.integers(1, 255))
 def test_damaged_bytes_are_a_tree_or_refused(place: int, bits: int) -> None:
-    data = to_bytes(TREE)
+    data = bytearray(to_bytes(TREE))
     data[place] ^= bits
     with contextlib.suppress(ValueError):
         assert isinstance(from_bytes(data), dict)
 
 
 @pytest.mark.parametrize(
-    "text",
+    "metadata",
     [
-        {"t": ["float32", [1 << 40]]},
-        {"t": ["float32", [-1]]},
-        {"t": ["object", [1]]},
-        {"p": "os.system"},
-        {"v": [1]},
-        [1],
+        *(None, {}, {"tree": ""}, {"tree": "["}, {"tree": "[" * 100_000}),
+        *({"tree": '{"a": {"": ' + number + "}}"} for number in ('"1"', "0", "[]")),
     ],
 )
-def test_prepared_bytes_are_refused(text: Any) -> None:
-    said = json.dumps({"d": {"a": text}}).encode()
-    with pytest.raises(ValueError, match=r"shape|value|bytes"):
-        from_bytes(len(said).to_bytes(8, "big") + said)
+def test_files_without_a_tree_are_refused(metadata: Any) -> None:
+    with pytest.raises(ValueError, match=r"bytes are not a tree: \w+Error"):
+        from_bytes(safetensors.torch.save({"0": torch.zeros(1)}, metadata))
+
+
+@pytest.mark.parametrize("tree", ["{}", '{"a": [{"b": "0"}]}'])
+def test_tensors_that_no_tree_has_are_refused(tree: str) -> None:
+    with pytest.raises(ValueError, match="1 tensors have no place"):
+        from_bytes(safetensors.torch.save({"0": torch.zeros(1)}, {"tree": tree}))
+
+
+@pytest.mark.parametrize(
+    "said", ['"dtype":"F32","shape":[1099511627776]', '"dtype":"F4","shape":[1]']
+)
+def test_prepared_shapes_and_types_are_refused(said: str) -> None:
+    data = safetensors.torch.save({"0": torch.zeros(1)}, {"tree": '{"a": {"": "0"}}'})
+    head = data[8:-4].replace(b'"dtype":"F32","shape":[1]', said.encode())
+    with pytest.raises(ValueError, match="bytes are not a tree"):
+        from_bytes(len(head).to_bytes(8, "little") + head + data[-4:])
 
 
 def test_what_is_no_plain_value_is_not_sent() -> None:
     with pytest.raises(ValueError, match="cannot hold"):
         to_bytes({"a": object()})
-    with pytest.raises(ValueError, match="complex64"):
-        to_bytes({"a": torch.zeros(1, dtype=torch.complex64)})
+    with pytest.raises(ValueError, match="complex128"):
+        to_bytes({"a": torch.zeros(1, dtype=torch.complex128)})
+    with pytest.raises(ValueError, match="share memory"):
+        to_bytes({"a": (tensor := torch.zeros(2)), "b": tensor[1:]})
 
 
 @pytest.fixture
@@ -77,16 +93,16 @@ def door() -> Iterator[Door]:
 
 
 def test_a_visitor_with_the_secret_is_answered(door: Door) -> None:
-    with visiting(door.address, Seal("secret"), 1 << 20, 5.0) as wire:
+    with visiting(door.address, Seal("secret"), 1 << 20, 5.0) as ask:
         for number in range(3):
-            wire.send({"number": number, "a": torch.zeros(1 << 17)})
-            assert wire.receive()["asked"]["number"] == number
+            answer = ask({"number": number, "a": torch.zeros(1 << 17)})
+            assert answer["asked"]["number"] == number
 
 
 def test_a_visitor_with_another_secret_is_sent_away(door: Door) -> None:
-    visit = visiting(door.address, Seal("another"), 1 << 20, 5.0)
-    with pytest.raises(HandshakeError, match=r"the worker at .* has another secret"), visit:
-        pass
+    named = pytest.raises(HandshakeError, match=r"the worker at .* has another secret")
+    with visiting(door.address, Seal("another"), 1 << 20, 5.0) as ask, named:
+        ask({})
 
 
 def test_a_door_that_can_start_no_thread_answers_the_next_visitor(
@@ -96,15 +112,13 @@ def test_a_door_that_can_start_no_thread_answers_the_next_visitor(
         raise RuntimeError("can't start new thread")
 
     visit = visiting(door.address, Seal("secret"), 1 << 20, 5.0)
-    with monkeypatch.context() as patched, visit as wire:
+    with monkeypatch.context() as patched, visit as ask:
         patched.setattr(threading.Thread, "start", full)
-        wire.send({})
         with pytest.raises(ConnectionError):
-            wire.receive()
+            ask({})
     assert "can't start new thread" in caplog.text
-    with visiting(door.address, Seal("secret"), 1 << 20, 5.0) as wire:
-        wire.send({})
-        assert wire.receive() == {"asked": {}}
+    with visiting(door.address, Seal("secret"), 1 << 20, 5.0) as ask:
+        assert ask({}) == {"asked": {}}
 
 
 def test_no_free_port_is_named() -> None:
@@ -123,23 +137,39 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 def test_a_worker_lets_go_of_no_lock_that_its_door_holds() -> None:
     """The door copies a snapshot while the training thread ends a round that it never began."""
-    exchange = object.__new__(ElasticExchange)
-    exchange._still, exchange._changing = threading.Lock(), False
-    with exchange._still:
-        exchange.landed()
-        assert exchange._still.locked()
+    inheritance = object.__new__(Inheritance)
+    inheritance._still, inheritance._changing = threading.Lock(), False
+    with inheritance._still:
+        inheritance.release()
+        assert inheritance._still.locked()
+
+
+def test_a_snapshot_is_taken_after_an_attempt_that_nobody_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attempt holds the lock, as the common weights were about to change."""
+    place = {"round": 5, "position": 0, "steps": 42}
+    monkeypatch.setattr(elastic, "visiting", lambda address, **_: contextlib.nullcontext())
+    monkeypatch.setattr(elastic, "snapshot_and_place", lambda *_: ({"round": 5}, place))
+    monkeypatch.setattr(elastic, "place_of", lambda ask: place)
+    monkeypatch.setattr(elastic, "load_snapshot", lambda *_, **__: None)
+    workers: Any = mock.MagicMock(names={})
+    membership: Any = mock.MagicMock(island=ALONE, elastic=elastic.Elastic("host:1"))
+    inheritance = Inheritance(workers, torch.device("cpu"), membership)
+    inheritance.place = elastic._Place(mock.MagicMock(), mock.MagicMock(), 0, True, False)
+    inheritance.hold()
+    assert inheritance.take("") == (5, 0, "kept")
+    assert not inheritance._still.locked()
 
 
 class Donor:
-    """The other end of a wire: so many of its rounds end while a snapshot is on its way."""
+    """Who is asked: so many of its rounds end while a snapshot is on its way."""
 
     def __init__(self, late: int) -> None:
         self.late, self.round, self.asked = late, 5, list[str]()
 
-    def send(self, said: Any) -> None:
+    def __call__(self, said: Any) -> Any:
         self.asked.append(said["ask"])
-
-    def receive(self) -> Any:
         found = {"round": self.round}
         if self.asked[-1] == "place":
             return found | {"position": 2, "steps": 42}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gc.local_steps.elastic import ElasticExchange
+from lightning_gc.local_steps.elastic import ElasticExchange, Membership
 from lightning_gc.local_steps.roll import Entry, Member, Report, Round, Verdict
 from lightning_gc.transports.island import ALONE
 
@@ -22,29 +22,26 @@ def raises() -> None:
 def test_a_verdict_is_obeyed_after_a_signal(record: Round | None, expected: str) -> None:
     happened: list[str] = []
     entries: list[Entry] = [Verdict("run", 0, 0, record)]
+    elastic: Any = SimpleNamespace(patience=9.0, timeout=0.2, min_workers=1)
+    membership: Any = Membership(elastic, ALONE)
+    membership.member = Member(Report("token", phase="done", run="run", number=0))
+    membership.heed = raises
+    membership._line = SimpleNamespace(
+        next=lambda _: entries.pop() if entries else None,
+        say=lambda _: None,
+        trouble="",
+        awaited="",
+        strange=False,
+    )
     exchange: Any = ElasticExchange.__new__(ElasticExchange)
-    exchange.__dict__ |= {
-        "elastic": SimpleNamespace(patience=9.0, timeout=0.2, min_workers=1),
-        "island": ALONE,
-        "_unread": None,
-        "_fetched": None,
-        "_member": Member(Report("token", phase="done", run="run", number=0)),
-        "_loop": SimpleNamespace(check=raises),
-        "_line": SimpleNamespace(
-            next=lambda _: entries.pop() if entries else None,
-            say=lambda _: None,
-            trouble="",
-            awaited="",
-            strange=False,
-        ),
-        "_workers": SimpleNamespace(
-            engines=[1],
-            first=SimpleNamespace(torn=False),
-            end_round=lambda _: happened.append("ended"),
-        ),
-        "_undo": lambda: happened.append("undone"),
-    }
+    exchange._membership = membership
+    exchange._workers = SimpleNamespace(
+        engines=[1],
+        first=SimpleNamespace(torn=False),
+        end_round=lambda _: happened.append("ended"),
+    )
+    exchange._attempt = SimpleNamespace(undo=lambda: happened.append("undone"))
     with pytest.raises(Interrupted):
-        exchange._until(("commit",), "others")
+        membership.until("commit")
     exchange._settle()
     assert happened == [expected]
