@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_gc.checkpoint import memory_store
+from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
@@ -119,7 +120,7 @@ class Setup:
 
     Attributes:
         owner: the strategy or function with these arguments, for error messages.
-        workers: engines and parameter names of this process; engines of an earlier fit continue.
+        checkpoint_parts: of the workers of this process; those of an earlier fit continue.
         controller: chooses levels, or None.
         optimizers: returns the optimizers of the module's parameters.
         device: of the gradients.
@@ -128,12 +129,11 @@ class Setup:
         verify: what workers compare, as for ``CompressedDDPStrategy``.
         more_workers: advice in the warning of one worker.
         weights: returns the weights that ``verify`` compares; None: all trained parameters.
-        control: the control loop of an earlier fit, which continues.
         bypassed: advice where an optimizer steps and nothing has been exchanged.
     """
 
     owner: str
-    workers: Workers
+    checkpoint_parts: CheckpointParts
     controller: Controller | None
     optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
     device: torch.device
@@ -142,11 +142,15 @@ class Setup:
     verify: Verify
     more_workers: str
     weights: Callable[[], Iterable[Tensor]] | None = None
-    control: ControlLoop | None = None
     bypassed: str = (
         "Call the wrapped module itself, ddp(x), not ddp.module or one of its methods. Run the "
         "last backward pass before a step outside of no_sync()"
     )
+
+    @property
+    def workers(self) -> Workers:
+        """Engines and parameter names of this process."""
+        return self.checkpoint_parts.workers
 
     @property
     def agreed(self) -> dict[str, str]:
@@ -194,7 +198,7 @@ class Setup:
         controller = check_controller(controller, compressor, memory, owner, rounds=False)
         return cls(
             owner,
-            workers(configuration),
+            CheckpointParts(workers(configuration)),
             controller,
             lambda: optimizers,
             max(module.parameters(), key=lambda param: param.requires_grad).device,
@@ -224,9 +228,6 @@ class Attached:
         setup: what the way in was given.
         peers: the other workers, for a controller's decisions.
         background: what exchanges in the background, where something does.
-
-    Attributes:
-        control: the control loop, if there is a controller.
     """
 
     _open: ClassVar[weakref.WeakSet[Attached]] = weakref.WeakSet()
@@ -245,7 +246,6 @@ class Attached:
     ) -> None:
         self._module, self._setup, self._peers = module, setup, peers
         self._workers, self._background = setup.workers, background
-        self.control = setup.control
         self._watching: list[Any] = []
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self._stepped = weakref.WeakKeyDictionary()  # exchanges at an optimizer's last step
@@ -262,22 +262,27 @@ class Attached:
 
     def _start(self) -> None:
         """Start the control loop and warn of one worker; the engines exist."""
-        setup = self._setup
-        if setup.controller is not None and self.control is None:
-            self.control = ControlLoop(setup.controller, self._workers)
-        if self.control is not None:
-            self.control.attach()
+        setup, parts = self._setup, self._setup.checkpoint_parts
+        if setup.controller is not None and parts.control is None:
+            parts.control = ControlLoop(setup.controller, self._workers)
+        if parts.control is not None:
+            parts.control.attach(parts.rounds)
         if self._workers.first.workers == 1 and self._peers.decides:
             self._warn_alone()
 
     def _warn_alone(self) -> None:
-        weights = self._workers.exchanged == "weights"
+        weights = self._setup.checkpoint_parts.exchanged == "weights"
         warn_of_one_worker(
             self._workers.configuration.compressor,
             "One worker: nothing is sent",
             "differences of weights" if weights else "gradients",
             self._setup.more_workers,
         )
+
+    @property
+    def control(self) -> ControlLoop | None:
+        """The control loop, if there is a controller."""
+        return self._setup.checkpoint_parts.control
 
     def watch(self) -> Self:
         """Check and refuse around each forward pass: for a training loop without our hooks."""
@@ -477,9 +482,9 @@ class Attached:
         if mode not in ("full", "mean"):
             raise ValueError(f"state_dict(mode={mode!r}): use 'full' or 'mean'.")
         if mode == "full":
-            return memory_store.state_dict(self._workers, self.control)
+            return memory_store.state_dict(self._setup.checkpoint_parts)
         with self._peers.awaiting("save the mean state"):
-            return memory_store.state_dict(self._workers, self.control, self._mean_on_host)
+            return memory_store.state_dict(self._setup.checkpoint_parts, self._mean_on_host)
 
     def _mean_on_host(self, tensor: Tensor) -> Tensor:
         return self._peers.mean(tensor.to(self._setup.device)).cpu()
@@ -508,7 +513,7 @@ class Attached:
             purpose="loading states",
             until="load a state",
         )
-        memory_store.load(state, self._workers, self.control, self._setup.device, agreed)
+        memory_store.load(state, self._setup.checkpoint_parts, self._setup.device, agreed)
 
     def close(self) -> None:
         """Stop the background thread and leave its process group. No backward pass may follow.

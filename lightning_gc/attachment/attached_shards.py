@@ -118,6 +118,8 @@ class AttachedScatters(Attached):
         weights: settings of the gathers of weights; None: FSDP2's own gathers.
     """
 
+    _workers: FSDPWorkers
+
     def __init__(
         self,
         model: nn.Module,
@@ -140,10 +142,11 @@ class AttachedScatters(Attached):
         near = workers.configuration.neighbours(workers.shards)
         transport = Distributed(group, "a reduce-scatter of gradients", near)
         recording = Recording(checked(transport))
-        workers.gathered = "" if weights is None else weights.in_words
         self._gathers: UnitGathers | None = None
         accounts: list[Recorder] = [recording]
+        parts = setup.checkpoint_parts
         if weights is not None:
+            parts.settings["weights"] = weights.in_words
             gathering = Distributed(group, "an all-gather of weights")
             gathered = Recording(checked(gathering))
             self._gathers = UnitGathers(
@@ -155,10 +158,10 @@ class AttachedScatters(Attached):
                 lambda: workers.first.step,
                 numbers,
             )
-            workers.weights = self._gathers
+            workers.gathers = self._gathers
             accounts = [WithWeights(recording, gathered, self._gathers.dense)]
             if weights.differences:
-                workers.own[_COPIES] = [self._gathers]
+                parts.own[_COPIES] = [self._gathers]
         workers.start(accounts, revocable=False)
         workers.run = gather_text(workers.run, Distributed(), device)[0]
         self._scatters = UnitScatters(
@@ -187,8 +190,8 @@ class AttachedScatters(Attached):
         self._scatters.close()
         if self._gathers is not None:
             self._gathers.close()
-            self._workers.own.pop(_COPIES, None)
-            self._workers.weights = None
+            self._setup.checkpoint_parts.own.pop(_COPIES, None)
+            self._workers.gathers = None
 
 
 _COPIES = "weights"

@@ -27,6 +27,7 @@ from lightning_gc.attachment.attached import (
     Setup,
     peers_of,
 )
+from lightning_gc.checkpoint.worker_state import MODULE, CheckpointParts
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
@@ -46,7 +47,6 @@ from lightning_gc.local_steps.elastic import (
     check_elastic,
 )
 from lightning_gc.local_steps.local_rounds import (
-    MODULE,
     ROUNDS,
     Exchanger,
     LocalRounds,
@@ -142,7 +142,7 @@ def by_rendezvous(elastic: Elastic, wanted: int | None = None, size: int = 1) ->
     def meet(setup: Setup, agreed: Mapping[str, str]) -> Meeting:
         parts = (elastic, setup.workers, setup.device, agreed, wanted)
         exchange = ElasticExchange(*parts, size=size, timeout=setup.timeout)
-        setup.workers.common["elastic"] = ElasticState(exchange)
+        setup.checkpoint_parts.common["elastic"] = ElasticState(exchange)
         begin = take_over if size > 1 else _as_it_is
         return Meeting(exchange, Peers(False, setup.device, _same), begin, exchange.island)
 
@@ -164,7 +164,6 @@ def among_islands(size: int) -> Meet:
         longest = None if setup.timeout is None else _ACTS * setup.timeout
         island = Island.among(islands, longest)
         inside = own_group(islands, setup.timeout)
-        setup.workers.saves = island.leads
         synchronizer = Synchronizer(
             setup.workers,
             setup.device,
@@ -280,6 +279,7 @@ class AttachedRounds(Attached):
         agreed = {name: repr(value) for name, value in vars(plan).items() if name != "owner"}
         agreed |= {"outer": repr(outer), "unequal": repr(unequal)}
         meeting = meet(setup, setup.agreed | agreed)
+        setup.checkpoint_parts.saves = meeting.island.leads
         if unequal is not None:
             unequal.check_workers(plan.owner, setup.workers.first.workers)
         self._keep, self.meeting, self._outer, self._plan = keep, meeting, outer, plan
@@ -510,11 +510,11 @@ class LocalSteps(AttachedRounds):
         self._count, self._entered = StepCount(owner, self._optimizer), elastic is None
         self._scaling = False
         workers = Workers(configuration) if island == 1 else ShardedWorkers(configuration)
-        workers.exchanged = "weights"
         optimizers = [self._optimizer]
         more_workers = "start more processes, or leave LocalSteps out"
         settings = scaler, timeout, verify, more_workers
-        setup = Setup(owner, workers, controller, lambda: optimizers, device, *settings)
+        kept = CheckpointParts(workers, settings={"exchanged": "weights"})
+        setup = Setup(owner, kept, controller, lambda: optimizers, device, *settings)
         meet = among_ranks if elastic is None else by_rendezvous(elastic)
         if island > 1:
             meet = among_shards(model, island)
@@ -554,10 +554,10 @@ class LocalSteps(AttachedRounds):
     _own_steps: OwnSteps | None = None
 
     def _keep_rounds(self, rounds: Sequence[LocalRounds]) -> None:
-        workers = self._workers
-        workers.common[MODULE] = ModuleState(self._module, rounds[0])  # before the rounds' state
+        parts = self._setup.checkpoint_parts
+        parts.common[MODULE] = ModuleState(self._module, rounds[0])  # before the rounds' state
         self._own: list[OwnState] = keep(
-            workers, rounds, self._setup.optimizers, lambda: self._scaler
+            parts, rounds, self._setup.optimizers, lambda: self._scaler
         )
 
     @property

@@ -344,7 +344,7 @@ class Probes:
             "num_compressed": sum(sizes.values()),
             "sent_elements": sent,
             "levels": workers.levels() if steps else {},
-            "weight_sizes": {} if workers.weights is None else workers.weights.sizes(),
+            "weight_sizes": {} if workers.gathers is None else workers.gathers.sizes(),
             "weight_levels": workers.weight_levels() if steps else {},
         }
 

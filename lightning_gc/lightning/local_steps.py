@@ -28,6 +28,7 @@ from lightning_gc.attachment.local_steps import (
     refuse_in_shards,
 )
 from lightning_gc.checkpoint.side_files import KEY
+from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
@@ -147,7 +148,7 @@ class LocalHooks(CompressedStrategy):
         check_unequal(owner, self.plan, unequal)
         self.outer, self.show, self.unequal, self.island = outer, show, unequal, island
         self._keeps_mean = state == "mean"
-        self.local_workers.exchanged = "weights"
+        self.checkpoint_parts.settings["exchanged"] = "weights"
 
     def _keep(self, rounds: Sequence[LocalRounds]) -> None:
         """Begin a fit with these rounds, and let checkpoints keep them."""
@@ -161,9 +162,9 @@ class LocalHooks(CompressedStrategy):
             fix="Return it from configure_optimizers",
         )
         self._listen()
-        self._own = keep(self.local_workers, rounds, lambda: self.optimizers, self._scaler)
+        self._own = keep(self.checkpoint_parts, rounds, lambda: self.optimizers, self._scaler)
         if self._keeps_mean:
-            self.local_workers.kept[ROUNDS] = [MeanDrift(each) for each in rounds]
+            self.checkpoint_parts.kept[ROUNDS] = [MeanDrift(each) for each in rounds]
         self._first = self._first_callback(self._show_common, self._end_rounds)
         self._first.join(self.lightning_module.trainer)
 
@@ -357,7 +358,7 @@ class LocalHooks(CompressedStrategy):
         if self._own_steps is not None:
             self._own_steps.end()
         self._first = self._own_steps = None
-        self._all_rounds = self.local_workers.rounds = ()
+        self._all_rounds = ()
 
     def _arrive(self) -> None:
         """Wait for an exchange under way."""
@@ -627,8 +628,8 @@ class LocalSteps(LocalHooks, RealWorker):
             meet = alone if self.elastic is None else self._meet
         kind = ShardedWorkers if in_shards else Workers
         if type(self.local_workers) is not kind:
-            self.local_workers = kind(self.local_workers.configuration)
-            self.local_workers.exchanged = "weights"
+            workers = kind(self.local_workers.configuration)
+            self.checkpoint_parts = CheckpointParts(workers, settings={"exchanged": "weights"})
         parts = (self.plan, self.outer, self.unequal, self._keep, meet)
         self._attach(lambda setup: AttachedRounds(module, setup, *parts))
         rounds, elastic = self._all_rounds[0], self.elastic

@@ -274,7 +274,6 @@ class ElasticExchange:
             )
         told = timedelta(seconds=elastic.timeout)
         self.island = ALONE if size == 1 else Island.among([range(size)], timeout, told)
-        workers.saves = self.island.leads
         self.elastic, self._workers, self._device = elastic, workers, device
         self._recording = Recording(self.island.over(Seat()))
         workers.start([self._recording], revocable=True)

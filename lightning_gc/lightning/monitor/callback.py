@@ -178,7 +178,7 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         first = self._sums[0]
         # Lightning loads a checkpoint's totals before the number of workers is known.
         self._sums += [Sums(replace(first.total)) for _ in engines[len(self._sums) :]]
-        trainer.strategy.local_workers.kept["monitor"] = self._sums
+        trainer.strategy.checkpoint_parts.kept["monitor"] = self._sums
         if not trainer.loggers and trainer.is_global_zero:
             warnings.warn(
                 "CompressionMonitor has no logger to write to, so its totals are in "
