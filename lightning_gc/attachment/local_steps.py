@@ -144,7 +144,7 @@ def by_rendezvous(elastic: Elastic, wanted: int | None = None, size: int = 1) ->
         exchange = ElasticExchange(*parts, size=size, timeout=setup.timeout)
         setup.checkpoint_parts.common["elastic"] = ElasticState(exchange)
         begin = take_over if size > 1 else _as_it_is
-        return Meeting(exchange, Peers(False, setup.device, _same), begin, exchange.island)
+        return Meeting(exchange, Peers(False, setup.device), begin, exchange.island)
 
     return meet
 
@@ -231,11 +231,6 @@ def _islands(setup: Setup, kind: str, size: int) -> tuple[list[range], list[rang
         )
     islands = [range(first, first + size) for first in range(0, ranks, size)]
     return islands, [range(seat, ranks, size) for seat in range(size)]
-
-
-def _same(tensor: Tensor) -> Tensor:
-    """Return the mean over the one worker of this job."""
-    return tensor
 
 
 def _as_it_is(module: nn.Module) -> None:

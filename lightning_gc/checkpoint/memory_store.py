@@ -30,9 +30,7 @@ from lightning_gc.core import (
     Pair,
     Record,
 )
-from lightning_gc.core.checksum import checksum, with_checksum
-from lightning_gc.core.pytree import Tree, each_tensor
-from lightning_gc.core.state_structure import LEVEL
+from lightning_gc.core.saved_state import LEVEL, Tree, checksum, each_tensor, with_checksum
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.levels import RequestedLevels
 

@@ -50,10 +50,15 @@ from lightning_gc.checkpoint.worker_state import (
     on_host,
 )
 from lightning_gc.core import ANYTHING, TEXT, WHOLE, Each, Leaf, Listed, Record
-from lightning_gc.core.checksum import NAME as CHECKSUM
-from lightning_gc.core.checksum import checksum, with_checksum
-from lightning_gc.core.pytree import Tree, average, each_tensor
-from lightning_gc.core.state_structure import FLOATS
+from lightning_gc.core.saved_state import (
+    CHECKSUM,
+    FLOATS,
+    Tree,
+    average,
+    checksum,
+    each_tensor,
+    with_checksum,
+)
 
 SHARDED = "sharded"
 TENSORS = "tensors"

@@ -43,9 +43,7 @@ from lightning_gc.core import (
     Optional,
     Record,
 )
-from lightning_gc.core.checksum import NAME as CHECKSUM
-from lightning_gc.core.checksum import with_checksum
-from lightning_gc.core.pytree import Tree, average
+from lightning_gc.core.saved_state import CHECKSUM, Tree, average, with_checksum
 from lightning_gc.exchange.peers import explaining
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

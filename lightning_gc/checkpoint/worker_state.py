@@ -26,10 +26,15 @@ from lightning_gc.core import (
     Record,
     Structure,
 )
-from lightning_gc.core.checksum import NAME as CHECKSUM
-from lightning_gc.core.checksum import check_checksum
-from lightning_gc.core.pytree import Tree, average, each_tensor, reduced
-from lightning_gc.core.state_structure import FLAG
+from lightning_gc.core.saved_state import (
+    CHECKSUM,
+    FLAG,
+    Tree,
+    average,
+    check_checksum,
+    each_tensor,
+    reduced,
+)
 from lightning_gc.engine.engine import ENGINE_STATE, compressor_state
 from lightning_gc.engine.error_buffers import to_host
 from lightning_gc.engine.levels import RequestedLevels

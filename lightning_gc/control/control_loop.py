@@ -28,11 +28,10 @@ from lightning_gc.core import (
     Pair,
     Record,
 )
-from lightning_gc.core.state_structure import FINITE, FLAG, INTEGER, LEVEL
+from lightning_gc.core.saved_state import FINITE, FLAG, INTEGER, LEVEL
 from lightning_gc.engine.levels import Requested
 from lightning_gc.exchange.peers import Peers
 from lightning_gc.exchange.workers import Workers
-from lightning_gc.transports.distributed import broadcast_text
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,7 @@ class ControlLoop:
             return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
     def _apply_decision(self, peers: Peers, text: str | None) -> None:
-        said = json.loads(broadcast_text(text, peers.device, peers.group))
+        said = json.loads(peers.told_by_decider(text))
         if "error" in said:
             raise RuntimeError(
                 f"The controller failed on worker 0, so all workers stop. {said['error']}"

@@ -140,6 +140,8 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     _more_workers = "use more workers, or Trainer(strategy='auto')"
     """Advice in the warning of one worker."""
     _lookahead: Lookahead | None = None
+    _moment: Callable[[Any, int], Moment] = staticmethod(moment_of)
+    """Returns metrics and progress of a Trainer before a batch, for a controller."""
     _exchanges_rounds = False
     """Whether workers exchange every H steps, and a controller may set H."""
 
@@ -286,9 +288,6 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         super().on_validation_start()
         if self.control_loop is not None:
             self.control_loop.pause()
-
-    def _moment(self, trainer: Any, batch: int) -> Moment:
-        return moment_of(trainer, batch)
 
     @property
     def steps_since_exchange(self) -> int:

@@ -27,9 +27,8 @@ from torch.distributed.distributed_c10d import GroupName, _new_process_group_hel
 from lightning_gc.core import TEXT, WHOLE, Each, Flow, Record
 from lightning_gc.core.digest import ReplicaError
 from lightning_gc.core.notices import say, waiting
-from lightning_gc.core.pytree import Tree, each_tensor
+from lightning_gc.core.saved_state import ERRORS, Tree, each_tensor
 from lightning_gc.core.settings import Settings
-from lightning_gc.core.state_structure import ERRORS
 from lightning_gc.engine.error_buffers import to_host
 from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.synchronizer import leave

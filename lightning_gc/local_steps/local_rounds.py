@@ -30,8 +30,7 @@ from lightning_gc.core import (
     Record,
     Structure,
 )
-from lightning_gc.core.pytree import Tree, average, each_tensor, reduced
-from lightning_gc.core.state_structure import ERRORS, FLOATS
+from lightning_gc.core.saved_state import ERRORS, FLOATS, Tree, average, each_tensor, reduced
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Parts, explaining
 from lightning_gc.exchange.workers import Shapes, local_part, plain_name, reshard
