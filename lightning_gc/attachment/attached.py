@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -220,6 +220,77 @@ class InBackground(Protocol):
         """Stop; ``failed``: without waiting for others."""
 
 
+class _OpenHandles:
+    """Open handles of this process: one optimizer may have the parameters of several modules.
+
+    While there are any, no optimizer may step on gradients of this worker alone.
+    """
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakSet[Attached] = weakref.WeakSet()
+        self._hearing: list[Any] = []  # hooks of all optimizers of this process
+
+    def __iter__(self) -> Iterator[Attached]:
+        return iter(self._open)
+
+    def __contains__(self, handle: Attached) -> bool:
+        return handle in self._open
+
+    def add(self, handle: Attached) -> None:
+        self._open.add(handle)
+        if not self._hearing:
+            self._hearing.append(register_optimizer_step_pre_hook(self._before_step))
+            self._hearing.append(register_optimizer_step_post_hook(self._after_step))
+
+    def discard(self, handle: Attached) -> None:
+        self._open.discard(handle)
+        while self._hearing and not self._open:
+            self._hearing.pop().remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Judge a step: before it, or each time its closure has run."""
+        if torch.compiler.is_compiling():
+            return None
+        closures = [each for each in (*args[1:], kwargs.get("closure")) if callable(each)]
+        if not closures:
+            self._judge(optimizer)
+            return None
+
+        def judged(given: Any) -> Any:
+            if not any(given is each for each in closures):
+                return given
+
+            def closure() -> Any:
+                loss = given()
+                self._judge(optimizer)
+                return loss
+
+            return closure
+
+        return tuple(map(judged, args)), {name: judged(value) for name, value in kwargs.items()}
+
+    def _judge(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if the optimizer would step on gradients of this worker alone.
+
+        Gradients that have been exchanged leave nothing but a comparison of two counts to do.
+        """
+        for handle in self._open:
+            done, backward = handle.exchanges, torch._C._current_graph_task_id() != -1
+            if done is None or (done > handle._stepped.get(optimizer, 0) and not backward):
+                continue
+            if handle._workers.first.workers > 1:
+                bypassed = handle._setup.bypassed
+                fix = "Call step() after loss.backward()" if backward else bypassed
+                refuse_own_gradients(optimizer, handle._workers.names, fix)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Expect another exchange before the next step of this optimizer."""
+        if not torch.compiler.is_compiling():
+            for handle in self._open:
+                if handle.exchanges is not None:
+                    handle._stepped[optimizer] = handle.exchanges
+
+
 class Attached:
     """Handle of a module whose gradients are compressed; returned by ``attach``.
 
@@ -230,12 +301,9 @@ class Attached:
         background: what exchanges in the background, where something does.
     """
 
-    _open: ClassVar[weakref.WeakSet[Attached]] = weakref.WeakSet()
-    """Open handles of this process: one optimizer may have the parameters of several modules."""
+    _open: ClassVar = _OpenHandles()
     known: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
     """Modules that have or had a handle."""
-    _hearing: ClassVar[list[Any]] = []
-    """Hooks of all optimizers of this process, while there are open handles."""
 
     def __init__(
         self,
@@ -247,13 +315,10 @@ class Attached:
         self._module, self._setup, self._peers = module, setup, peers
         self._workers, self._background = setup.workers, background
         self._watching: list[Any] = []
-        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
-        self._stepped = weakref.WeakKeyDictionary()  # exchanges at an optimizer's last step
+        # Exchanges of this handle at each optimizer's last step.
+        self._stepped = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._open.add(self)
         self.known.add(module)
-        if not self._hearing:
-            self._hearing.append(register_optimizer_step_pre_hook(_before_step))
-            self._hearing.append(register_optimizer_step_post_hook(_after_step))
         try:
             self._start()
         except BaseException:
@@ -322,23 +387,6 @@ class Attached:
     def exchanges(self) -> int | None:
         """Exchanges of this handle so far; None where a step need not follow one."""
         return None
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if an optimizer would step on gradients of this worker alone.
-
-        Gradients that have been exchanged leave nothing but a comparison of two counts to do.
-        """
-        done, backward = self.exchanges, torch._C._current_graph_task_id() != -1
-        if done is None or (done > self._stepped.get(optimizer, 0) and not backward):
-            return
-        if self._workers.first.workers > 1:
-            fix = "Call step() after loss.backward()" if backward else self._setup.bypassed
-            refuse_own_gradients(optimizer, self._workers.names, fix)
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Expect another exchange before the next step of this optimizer."""
-        if self.exchanges is not None:
-            self._stepped[optimizer] = self.exchanges
 
     @property
     def _exchanged(self) -> dict[Tensor, str]:
@@ -536,45 +584,12 @@ class Attached:
             self._open.discard(self)
             for hook in self._watching:
                 hook.remove()
-            while self._hearing and not self._open:
-                self._hearing.pop().remove()
             self._detach()
         if self._background is not None:
             self._background.close(failed)
 
     def _detach(self) -> None:
         """Take off what listens to the module."""
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Let all open handles judge a step: before it, or each time its closure has run."""
-    if torch.compiler.is_compiling():
-        return None
-    closures = [each for each in (*args[1:], kwargs.get("closure")) if callable(each)]
-    if not closures:
-        for handle in Attached._open:
-            handle.before_step(optimizer)
-        return None
-
-    def judged(given: Any) -> Any:
-        if not any(given is each for each in closures):
-            return given
-
-        def closure() -> Any:
-            loss = given()
-            for handle in Attached._open:
-                handle.before_step(optimizer)
-            return loss
-
-        return closure
-
-    return tuple(map(judged, args)), {name: judged(value) for name, value in kwargs.items()}
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        for handle in Attached._open:
-            handle.after_step(optimizer)
 
 
 def peers_of(

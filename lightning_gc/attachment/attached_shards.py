@@ -53,16 +53,13 @@ class AttachedShards(Attached):
     ) -> None:
         workers, self._replicating = setup.workers, replicating
         assert isinstance(workers, ShardedWorkers)
-        between, node = mesh.get_group(0), mesh.get_group(1)
         for unit in replicating:
             unit.stay_within_node()
         try:
             self._exchange = ShardExchange(
                 model,
                 workers,
-                node,
-                between,
-                mesh.mesh.flatten(1).t().tolist(),
+                mesh,
                 setup.device,
                 way="attach" if replicating else "HSDP",
                 bucket_cap_mb=bucket_cap_mb,
@@ -75,7 +72,7 @@ class AttachedShards(Attached):
         except BaseException:
             self._replicate()
             raise
-        peers = peers_of(setup.device, between, None, self._exchange.parts)
+        peers = peers_of(setup.device, mesh.get_group(0), None, self._exchange.parts)
         super().__init__(model, setup, peers, self._exchange.synchronizer)
 
     def _warn_alone(self) -> None:
