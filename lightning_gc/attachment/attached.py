@@ -120,7 +120,7 @@ class Setup:
 
     Attributes:
         owner: the strategy or function with these arguments, for error messages.
-        checkpoint_parts: of the workers of this process; those of an earlier fit continue.
+        checkpoint_parts: of the workers of this process; a later fit uses the same object.
         controller: chooses levels, or None.
         optimizers: returns the optimizers of the module's parameters.
         device: of the gradients.

@@ -249,12 +249,12 @@ class CheckpointParts:
 
     @property
     def own_structure(self) -> dict[str, Structure]:
-        """What ``own_state`` returns, by name."""
+        """The structure of ``own_state``, by name."""
         return {name: parts[0].structure for name, parts in self.own.items()}
 
     @property
     def common_structure(self) -> dict[str, Structure]:
-        """What ``common`` returns, by name."""
+        """The structure of all states in ``common``, by name."""
         return {name: part.common_structure for name, part in self.common.items()}
 
     def check_levels(self, shared: Tree) -> None:
