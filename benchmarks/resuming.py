@@ -26,7 +26,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_gc import CompressedDDPStrategy, PerParameter, SizeSwitch, TopK
-from lightning_gc.checkpoint.worker_state import worker_state
+from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.engine import Engine
 from lightning_gc.methods import plot_style
 
@@ -120,8 +120,8 @@ def sizes() -> list[tuple[str, float, float, float]]:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "side.pt")
                 started = time.perf_counter()
-                workers: Any = SimpleNamespace(engines=[engine], kept={}, own={})
-                own = worker_state(workers, None, {}).in_file(dtype)
+                workers: Any = SimpleNamespace(engines=[engine])
+                own = CheckpointParts(workers).worker_state({}).in_file(dtype)
                 copied = time.perf_counter()
                 TorchCheckpointIO().save_checkpoint(own, path)
                 writing.append(time.perf_counter() - copied)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_gc.checkpoint import memory_store
+from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
@@ -119,7 +120,7 @@ class Setup:
 
     Attributes:
         owner: the strategy or function with these arguments, for error messages.
-        workers: engines and parameter names of this process; engines of an earlier fit continue.
+        checkpoint_parts: of the workers of this process; a later fit uses the same object.
         controller: chooses levels, or None.
         optimizers: returns the optimizers of the module's parameters.
         device: of the gradients.
@@ -128,12 +129,11 @@ class Setup:
         verify: what workers compare, as for ``CompressedDDPStrategy``.
         more_workers: advice in the warning of one worker.
         weights: returns the weights that ``verify`` compares; None: all trained parameters.
-        control: the control loop of an earlier fit, which continues.
         bypassed: advice where an optimizer steps and nothing has been exchanged.
     """
 
     owner: str
-    workers: Workers
+    checkpoint_parts: CheckpointParts
     controller: Controller | None
     optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
     device: torch.device
@@ -142,11 +142,15 @@ class Setup:
     verify: Verify
     more_workers: str
     weights: Callable[[], Iterable[Tensor]] | None = None
-    control: ControlLoop | None = None
     bypassed: str = (
         "Call the wrapped module itself, ddp(x), not ddp.module or one of its methods. Run the "
         "last backward pass before a step outside of no_sync()"
     )
+
+    @property
+    def workers(self) -> Workers:
+        """Engines and parameter names of this process."""
+        return self.checkpoint_parts.workers
 
     @property
     def agreed(self) -> dict[str, str]:
@@ -194,7 +198,7 @@ class Setup:
         controller = check_controller(controller, compressor, memory, owner, rounds=False)
         return cls(
             owner,
-            workers(configuration),
+            CheckpointParts(workers(configuration)),
             controller,
             lambda: optimizers,
             max(module.parameters(), key=lambda param: param.requires_grad).device,
@@ -216,6 +220,77 @@ class InBackground(Protocol):
         """Stop; ``failed``: without waiting for others."""
 
 
+class _OpenHandles:
+    """Open handles of this process: one optimizer may have the parameters of several modules.
+
+    While there are any, no optimizer may step on gradients of this worker alone.
+    """
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakSet[Attached] = weakref.WeakSet()
+        self._hearing: list[Any] = []  # hooks of all optimizers of this process
+
+    def __iter__(self) -> Iterator[Attached]:
+        return iter(self._open)
+
+    def __contains__(self, handle: Attached) -> bool:
+        return handle in self._open
+
+    def add(self, handle: Attached) -> None:
+        self._open.add(handle)
+        if not self._hearing:
+            self._hearing.append(register_optimizer_step_pre_hook(self._before_step))
+            self._hearing.append(register_optimizer_step_post_hook(self._after_step))
+
+    def discard(self, handle: Attached) -> None:
+        self._open.discard(handle)
+        while self._hearing and not self._open:
+            self._hearing.pop().remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Judge a step: before it, or each time its closure has run."""
+        if torch.compiler.is_compiling():
+            return None
+        closures = [each for each in (*args[1:], kwargs.get("closure")) if callable(each)]
+        if not closures:
+            self._judge(optimizer)
+            return None
+
+        def judged(given: Any) -> Any:
+            if not any(given is each for each in closures):
+                return given
+
+            def closure() -> Any:
+                loss = given()
+                self._judge(optimizer)
+                return loss
+
+            return closure
+
+        return tuple(map(judged, args)), {name: judged(value) for name, value in kwargs.items()}
+
+    def _judge(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if the optimizer would step on gradients of this worker alone.
+
+        Gradients that have been exchanged leave nothing but a comparison of two counts to do.
+        """
+        for handle in self._open:
+            done, backward = handle.exchanges, torch._C._current_graph_task_id() != -1
+            if done is None or (done > handle._stepped.get(optimizer, 0) and not backward):
+                continue
+            if handle._workers.first.workers > 1:
+                bypassed = handle._setup.bypassed
+                fix = "Call step() after loss.backward()" if backward else bypassed
+                refuse_own_gradients(optimizer, handle._workers.names, fix)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Expect another exchange before the next step of this optimizer."""
+        if not torch.compiler.is_compiling():
+            for handle in self._open:
+                if handle.exchanges is not None:
+                    handle._stepped[optimizer] = handle.exchanges
+
+
 class Attached:
     """Handle of a module whose gradients are compressed; returned by ``attach``.
 
@@ -224,17 +299,11 @@ class Attached:
         setup: what the way in was given.
         peers: the other workers, for a controller's decisions.
         background: what exchanges in the background, where something does.
-
-    Attributes:
-        control: the control loop, if there is a controller.
     """
 
-    _open: ClassVar[weakref.WeakSet[Attached]] = weakref.WeakSet()
-    """Open handles of this process: one optimizer may have the parameters of several modules."""
+    _open: ClassVar = _OpenHandles()
     known: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
     """Modules that have or had a handle."""
-    _hearing: ClassVar[list[Any]] = []
-    """Hooks of all optimizers of this process, while there are open handles."""
 
     def __init__(
         self,
@@ -245,15 +314,11 @@ class Attached:
     ) -> None:
         self._module, self._setup, self._peers = module, setup, peers
         self._workers, self._background = setup.workers, background
-        self.control = setup.control
         self._watching: list[Any] = []
-        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
-        self._stepped = weakref.WeakKeyDictionary()  # exchanges at an optimizer's last step
+        # Exchanges of this handle at each optimizer's last step.
+        self._stepped = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._open.add(self)
         self.known.add(module)
-        if not self._hearing:
-            self._hearing.append(register_optimizer_step_pre_hook(_before_step))
-            self._hearing.append(register_optimizer_step_post_hook(_after_step))
         try:
             self._start()
         except BaseException:
@@ -262,22 +327,27 @@ class Attached:
 
     def _start(self) -> None:
         """Start the control loop and warn of one worker; the engines exist."""
-        setup = self._setup
-        if setup.controller is not None and self.control is None:
-            self.control = ControlLoop(setup.controller, self._workers)
-        if self.control is not None:
-            self.control.attach()
+        setup, parts = self._setup, self._setup.checkpoint_parts
+        if setup.controller is not None and parts.control is None:
+            parts.control = ControlLoop(setup.controller, self._workers)
+        if parts.control is not None:
+            parts.control.attach(parts.rounds)
         if self._workers.first.workers == 1 and self._peers.decides:
             self._warn_alone()
 
     def _warn_alone(self) -> None:
-        weights = self._workers.exchanged == "weights"
+        weights = self._setup.checkpoint_parts.exchanged == "weights"
         warn_of_one_worker(
             self._workers.configuration.compressor,
             "One worker: nothing is sent",
             "differences of weights" if weights else "gradients",
             self._setup.more_workers,
         )
+
+    @property
+    def control(self) -> ControlLoop | None:
+        """The control loop, if there is a controller."""
+        return self._setup.checkpoint_parts.control
 
     def watch(self) -> Self:
         """Check and refuse around each forward pass: for a training loop without our hooks."""
@@ -317,23 +387,6 @@ class Attached:
     def exchanges(self) -> int | None:
         """Exchanges of this handle so far; None where a step need not follow one."""
         return None
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if an optimizer would step on gradients of this worker alone.
-
-        Gradients that have been exchanged leave nothing but a comparison of two counts to do.
-        """
-        done, backward = self.exchanges, torch._C._current_graph_task_id() != -1
-        if done is None or (done > self._stepped.get(optimizer, 0) and not backward):
-            return
-        if self._workers.first.workers > 1:
-            fix = "Call step() after loss.backward()" if backward else self._setup.bypassed
-            refuse_own_gradients(optimizer, self._workers.names, fix)
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Expect another exchange before the next step of this optimizer."""
-        if self.exchanges is not None:
-            self._stepped[optimizer] = self.exchanges
 
     @property
     def _exchanged(self) -> dict[Tensor, str]:
@@ -477,9 +530,9 @@ class Attached:
         if mode not in ("full", "mean"):
             raise ValueError(f"state_dict(mode={mode!r}): use 'full' or 'mean'.")
         if mode == "full":
-            return memory_store.state_dict(self._workers, self.control)
+            return memory_store.state_dict(self._setup.checkpoint_parts)
         with self._peers.awaiting("save the mean state"):
-            return memory_store.state_dict(self._workers, self.control, self._mean_on_host)
+            return memory_store.state_dict(self._setup.checkpoint_parts, self._mean_on_host)
 
     def _mean_on_host(self, tensor: Tensor) -> Tensor:
         return self._peers.mean(tensor.to(self._setup.device)).cpu()
@@ -508,7 +561,7 @@ class Attached:
             purpose="loading states",
             until="load a state",
         )
-        memory_store.load(state, self._workers, self.control, self._setup.device, agreed)
+        memory_store.load(state, self._setup.checkpoint_parts, self._setup.device, agreed)
 
     def close(self) -> None:
         """Stop the background thread and leave its process group. No backward pass may follow.
@@ -531,45 +584,12 @@ class Attached:
             self._open.discard(self)
             for hook in self._watching:
                 hook.remove()
-            while self._hearing and not self._open:
-                self._hearing.pop().remove()
             self._detach()
         if self._background is not None:
             self._background.close(failed)
 
     def _detach(self) -> None:
         """Take off what listens to the module."""
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Let all open handles judge a step: before it, or each time its closure has run."""
-    if torch.compiler.is_compiling():
-        return None
-    closures = [each for each in (*args[1:], kwargs.get("closure")) if callable(each)]
-    if not closures:
-        for handle in Attached._open:
-            handle.before_step(optimizer)
-        return None
-
-    def judged(given: Any) -> Any:
-        if not any(given is each for each in closures):
-            return given
-
-        def closure() -> Any:
-            loss = given()
-            for handle in Attached._open:
-                handle.before_step(optimizer)
-            return loss
-
-        return closure
-
-    return tuple(map(judged, args)), {name: judged(value) for name, value in kwargs.items()}
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        for handle in Attached._open:
-            handle.after_step(optimizer)
 
 
 def peers_of(

@@ -53,16 +53,13 @@ class AttachedShards(Attached):
     ) -> None:
         workers, self._replicating = setup.workers, replicating
         assert isinstance(workers, ShardedWorkers)
-        between, node = mesh.get_group(0), mesh.get_group(1)
         for unit in replicating:
             unit.stay_within_node()
         try:
             self._exchange = ShardExchange(
                 model,
                 workers,
-                node,
-                between,
-                mesh.mesh.flatten(1).t().tolist(),
+                mesh,
                 setup.device,
                 way="attach" if replicating else "HSDP",
                 bucket_cap_mb=bucket_cap_mb,
@@ -75,7 +72,7 @@ class AttachedShards(Attached):
         except BaseException:
             self._replicate()
             raise
-        peers = peers_of(setup.device, between, None, self._exchange.parts)
+        peers = peers_of(setup.device, mesh.get_group(0), None, self._exchange.parts)
         super().__init__(model, setup, peers, self._exchange.synchronizer)
 
     def _warn_alone(self) -> None:
@@ -118,6 +115,8 @@ class AttachedScatters(Attached):
         weights: settings of the gathers of weights; None: FSDP2's own gathers.
     """
 
+    _workers: FSDPWorkers
+
     def __init__(
         self,
         model: nn.Module,
@@ -140,10 +139,11 @@ class AttachedScatters(Attached):
         near = workers.configuration.neighbours(workers.shards)
         transport = Distributed(group, "a reduce-scatter of gradients", near)
         recording = Recording(checked(transport))
-        workers.gathered = "" if weights is None else weights.in_words
         self._gathers: UnitGathers | None = None
         accounts: list[Recorder] = [recording]
+        parts = setup.checkpoint_parts
         if weights is not None:
+            parts.settings["weights"] = weights.in_words
             gathering = Distributed(group, "an all-gather of weights")
             gathered = Recording(checked(gathering))
             self._gathers = UnitGathers(
@@ -155,10 +155,10 @@ class AttachedScatters(Attached):
                 lambda: workers.first.step,
                 numbers,
             )
-            workers.weights = self._gathers
+            workers.gathers = self._gathers
             accounts = [WithWeights(recording, gathered, self._gathers.dense)]
             if weights.differences:
-                workers.own[_COPIES] = [self._gathers]
+                parts.own[_COPIES] = [self._gathers]
         workers.start(accounts, revocable=False)
         workers.run = gather_text(workers.run, Distributed(), device)[0]
         self._scatters = UnitScatters(
@@ -187,8 +187,8 @@ class AttachedScatters(Attached):
         self._scatters.close()
         if self._gathers is not None:
             self._gathers.close()
-            self._workers.own.pop(_COPIES, None)
-            self._workers.weights = None
+            self._setup.checkpoint_parts.own.pop(_COPIES, None)
+            self._workers.gathers = None
 
 
 _COPIES = "weights"

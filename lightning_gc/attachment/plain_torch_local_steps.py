@@ -24,6 +24,7 @@ from lightning_gc.attachment.attached_rounds import (
     Shards,
     place_of,
 )
+from lightning_gc.checkpoint.worker_state import MODULE, CheckpointParts
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
@@ -36,7 +37,6 @@ from lightning_gc.exchange.workers import reshard
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.local_steps.elastic import ElasticExchange
 from lightning_gc.local_steps.local_rounds import (
-    MODULE,
     ROUNDS,
     LocalRounds,
     ModuleState,
@@ -204,12 +204,11 @@ class LocalSteps(AttachedRounds):
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scaler, self._owner = scaler, owner
         self._count = StepCount(owner, optimizer, entered=plan.elastic is None)
-        workers = place.kind(configuration)
-        workers.exchanged = "weights"
+        kept = CheckpointParts(place.kind(configuration), settings={"exchanged": "weights"})
         optimizers = [optimizer]
         more_workers = "start more processes, or leave LocalSteps out"
         settings = scaler, timeout, verify, more_workers
-        setup = Setup(owner, workers, controller, lambda: optimizers, device, *settings)
+        setup = Setup(owner, kept, controller, lambda: optimizers, device, *settings)
         super().__init__(model, setup, plan, self._keep_rounds, place)
         self._loop = LoopSteps(self, model, self._count, scaler)
         self._watching += self._loop.watching
@@ -222,10 +221,10 @@ class LocalSteps(AttachedRounds):
         return self._loop
 
     def _keep_rounds(self, rounds: Sequence[LocalRounds]) -> None:
-        workers = self._workers
-        workers.common[MODULE] = ModuleState(self._module, rounds[0])  # before the rounds' state
+        parts = self._setup.checkpoint_parts
+        parts.common[MODULE] = ModuleState(self._module, rounds[0])  # before the rounds' state
         self._own: list[OwnState] = keep(
-            workers, rounds, self._setup.optimizers, lambda: self._scaler
+            parts, rounds, self._setup.optimizers, lambda: self._scaler
         )
 
     @property

@@ -32,8 +32,7 @@ from lightning_gc.checkpoint.side_files import (
     told_by_rank_0,
 )
 from lightning_gc.core import COUNT, TEXT, WHOLE, Each, Leaf, Record
-from lightning_gc.core.checksum import NAME as CHECKSUM
-from lightning_gc.core.checksum import check_checksum, with_checksum
+from lightning_gc.core.saved_state import CHECKSUM, check_checksum, with_checksum
 
 LAST = "meta.pt"
 """The file that Lightning writes last, when all others are complete."""

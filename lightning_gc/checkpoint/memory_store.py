@@ -11,14 +11,12 @@ from torch import Tensor
 
 from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
+    MODULE,
+    CheckpointParts,
     Layout,
     WorkerState,
-    apply,
-    configuration_of,
-    shared_state,
-    worker_state,
 )
-from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop
+from lightning_gc.control.control_loop import CONTROL_STATE
 from lightning_gc.control.probes import WorkerStatistics
 from lightning_gc.core import (
     ANYTHING,
@@ -31,15 +29,10 @@ from lightning_gc.core import (
     Optional,
     Pair,
     Record,
-    Structure,
 )
-from lightning_gc.core.checksum import checksum, with_checksum
-from lightning_gc.core.pytree import Tree, each_tensor
-from lightning_gc.core.state_structure import LEVEL
+from lightning_gc.core.saved_state import LEVEL, Tree, checksum, each_tensor, with_checksum
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.levels import RequestedLevels
-from lightning_gc.exchange.workers import Workers
-from lightning_gc.local_steps.local_rounds import MODULE
 
 _STATE = Layout(
     {
@@ -67,29 +60,24 @@ _SHARED = ", with levels, buckets and decisions of checksum "
 _ZERO = "or leave load_state_dict out, and errors begin at zero"
 
 
-def state_dict(
-    workers: Workers,
-    control: ControlLoop | None,
-    mean: Callable[[Tensor], Tensor] | None = None,
-) -> Tree:
+def state_dict(parts: CheckpointParts, mean: Callable[[Tensor], Tensor] | None = None) -> Tree:
     """Return the state of this process's worker, with a checksum.
 
     Args:
-        workers: the worker.
-        control: its control loop.
+        parts: of the worker.
         mean: a collective that returns a tensor's mean over workers; with it the state is the
             mean over workers.
     """
-    state = worker_state(workers, control, shared_state(workers, control))
-    parts: Tree = {}
-    if workers.common:
-        parts = {"common": state.shared["common"], "own": state.own[0]["own"]}
+    workers, state = parts.workers, parts.worker_state(parts.shared_state())
+    further: Tree = {}
+    if parts.common:
+        further = {"common": state.shared["common"], "own": state.own[0]["own"]}
     if mean is not None:
         state = state.over_workers(mean)
-        for name, own in parts.get("own", {}).items():
-            parts["own"][name] = workers.own[name][0].over_workers(own, mean)
+        for name, own in further.get("own", {}).items():
+            further["own"][name] = parts.own[name][0].over_workers(own, mean)
     shared, kept = state.shared, None
-    if control is not None:
+    if parts.control is not None:
         kept = {
             CONTROLLER: shared["configuration"][CONTROLLER],
             "loop": shared[CONTROLLER],
@@ -109,11 +97,10 @@ def state_dict(
         "control": kept,
         "worker": workers.first.worker,
         "workers": workers.first.workers,
-        **parts,
-        **_settings(workers),
+        **further,
+        **parts.settings,
+        **_same(parts),
     }
-    if workers.gathered:
-        saved["weights"] = workers.gathered
     if mean is None and "own" in state.own[0]:
         saved["own"] = state.own[0]["own"]
     return with_checksum(saved if mean is None else saved | {"mode": "mean"})
@@ -121,8 +108,7 @@ def state_dict(
 
 def load(
     given: Any,
-    workers: Workers,
-    control: ControlLoop | None,
+    parts: CheckpointParts,
     device: torch.device,
     agreed: Callable[[Callable[[], str]], Mapping[int, str]],
 ) -> None:
@@ -130,22 +116,21 @@ def load(
 
     Args:
         given: the worker's state, the mean over workers, or a list of all workers' states.
-        workers: the worker.
-        control: its control loop.
+        parts: of the worker.
         device: the device on which training uses the state.
         agreed: calls an act on all workers and returns their results, or raises on all.
     """
-    states: list[WorkerState] = []
+    workers, states = parts.workers, list[WorkerState]()
     _refuse_one_for_all(agreed(partial(_whose, given, workers.first.workers)))
 
     def check() -> str:
-        saved, state = checked(given, workers, control)
+        saved, state = checked(given, parts)
         states.append(state)
         return saved
 
     _refuse_other_saves(agreed(check))
     workers.forget_levels()
-    apply(workers, control, states, device, says=workers.first.worker == 0)
+    parts.apply(states, device, says=workers.first.worker == 0)
 
 
 def _whose(given: Any, workers: int) -> str:
@@ -167,7 +152,7 @@ def _refuse_one_for_all(owners: Mapping[int, str]) -> None:
         )
 
 
-def checked(given: Any, workers: Workers, control: ControlLoop | None) -> tuple[str, WorkerState]:
+def checked(given: Any, parts: CheckpointParts) -> tuple[str, WorkerState]:
     """Return a text that must be equal on all workers, and this worker's state.
 
     The text has the step and the run in which the state was saved, and a checksum of what workers
@@ -177,13 +162,13 @@ def checked(given: Any, workers: Workers, control: ControlLoop | None) -> tuple[
         ValueError: a state is damaged, or of another worker, configuration or model.
     """
     several = isinstance(given, list | tuple)
-    every = [_opened(state, workers) for state in (given if several else [given])]
-    worker, number = workers.first.worker, workers.first.workers
+    every = [_opened(state, parts) for state in (given if several else [given])]
+    worker, number = parts.workers.first.worker, parts.workers.first.workers
     if several:
-        said = _refuse_other_lists(every, workers)
+        said = _refuse_other_lists(every, parts)
         if len(every) == number:
-            return said, of_worker(every[worker], workers, control)
-        return said, WorkerState.mean([of_worker(each, workers, control) for each in every])
+            return said, of_worker(every[worker], parts)
+        return said, WorkerState.mean([of_worker(each, parts) for each in every])
     (own,) = every
     if "mode" not in own:
         for what, now in {"worker": worker, "workers": number}.items():
@@ -194,20 +179,17 @@ def checked(given: Any, workers: Workers, control: ControlLoop | None) -> tuple[
                     f"give all workers the list of all saved states, or a state from "
                     f"state_dict(mode='mean'), {_ZERO}."
                 )
-    return _saved_with(own, workers), of_worker(own, workers, control)
+    return _saved_with(own, parts), of_worker(own, parts)
 
 
-def of_worker(state: Tree, workers: Workers, control: ControlLoop | None) -> WorkerState:
+def of_worker(state: Tree, parts: CheckpointParts) -> WorkerState:
     """Return a checked state of this run's configuration as a ``WorkerState``."""
     engine, kept = state["engine"], state["control"]
-    configuration = {
-        **configuration_of(workers, control),
-        "weights": state.get("weights", "None"),
-    }
+    configuration = {**parts.configuration, "weights": state.get("weights", "None")}
     averaged: Tree = {"memory": engine["memory"]}
     if kept is not None:
         averaged[CONTROLLER] = kept["worker"]
-        if control is not None:
+        if parts.control is not None:
             configuration[CONTROLLER] = kept[CONTROLLER]
     shared = {
         "step": engine["step"],
@@ -222,30 +204,32 @@ def of_worker(state: Tree, workers: Workers, control: ControlLoop | None) -> Wor
     return WorkerState(shared, averaged, ({"compressor": engine["compressor"], **alone},))
 
 
-def _opened(given: Any, workers: Workers) -> Tree:
+def _opened(given: Any, parts: CheckpointParts) -> Tree:
     """Return a saved state, checked, except for its worker and its number of workers."""
+    shapes = parts.workers.shapes
     try:
-        alone = {name: parts[0].structure for name, parts in workers.own.items()}
-        maybe = _MAYBE | {"own": Record(maybe=alone, others=ANYTHING)}
+        maybe = _MAYBE | {"own": Record(maybe=parts.own_structure, others=ANYTHING)}
         state = _STATE.opened(dict(given) if isinstance(given, Mapping) else given, {}, maybe)
         state.setdefault("exchanged", "gradients")
-        for what, own in (_settings(workers) | {"exchanged": workers.exchanged}).items():
+        for what, own in (_same(parts) | {"exchanged": parts.exchanged}).items():
             if state.get(what) != own:
                 raise _Other(
                     f"has a state with {what}={state.get(what)!r}, but here it is {own!r}; attach "
                     f"with the same arguments, on as many shards, {_ZERO}."
                 )
-        Record(_parts(workers), others=ANYTHING).check(state)
+        if parts.common:
+            further = {"common": Record(parts.common_structure), "own": Record(parts.own_structure)}
+            Record(further, others=ANYTHING).check(state)
         for name, kept in state["engine"]["memory"].items():
             for tensor in kept.values():
-                if tuple(tensor.shape) != workers.shapes.get(name):
+                if tuple(tensor.shape) != shapes.get(name):
                     raise _Other(
                         f"has a state with an error of {name} of shape {tuple(tensor.shape)}, but "
-                        f"the model has {workers.shapes.get(name, 'no such parameter')}."
+                        f"the model has {shapes.get(name, 'no such parameter')}."
                     )
-        workers.check_declared(state["engine"]["compressor"], state["levels"], place="engine/")
+        parts.check_declared(state["engine"]["compressor"], state["levels"], place="engine/")
         levels = _loop_of(state).get("levels")
-        RequestedLevels(workers.configuration.compressor).check(levels, "control/loop/levels")
+        RequestedLevels(parts.workers.configuration.compressor).check(levels, "control/loop/levels")
     except _Other:
         raise
     except ValueError as error:
@@ -260,43 +244,33 @@ class _Other(ValueError):
     """A state is of another configuration or model; the message is complete."""
 
 
-def _settings(workers: Workers) -> dict[str, Any]:
+def _same(parts: CheckpointParts) -> dict[str, Any]:
     """Return the part of the state that must be equal where it is loaded."""
-    units = {} if workers.exchanged == "gradients" else {"exchanged": workers.exchanged}
-    return {"configuration": workers.configuration.in_words(), **units, **workers.place()}
-
-
-def _parts(workers: Workers) -> dict[str, Structure]:
-    """Return the structure of further state, as of local steps."""
-    if not workers.common:
-        return {}
-    common = {name: part.common_structure for name, part in workers.common.items()}
-    own = {name: parts[0].structure for name, parts in workers.own.items()}
-    return {"common": Record(common), "own": Record(own)}
+    return {"configuration": parts.workers.configuration.in_words(), **parts.workers.place()}
 
 
 def _loop_of(state: Tree) -> Tree:
     return {} if state["control"] is None else dict(state["control"]["loop"])
 
 
-def _saved_with(state: Tree, workers: Workers) -> str:
+def _saved_with(state: Tree, parts: CheckpointParts) -> str:
     """Return the text that must be equal on all workers."""
-    loop = _loop_of(state)
+    loop, sharded = _loop_of(state), bool(parts.workers.place())
     # Integer buffers of a module may differ.
     common = {n: part for n, part in state.get("common", {}).items() if n != MODULE}
-    if workers.place():  # each rank has its own shard of what is common
+    if sharded:  # each rank has its own shard of what is common
         common = each_tensor(common, lambda tensor: tensor.reshape(-1)[:0])
     # Ranks of a model in shards may have buckets without any elements, which are not in a layout.
     shared = {
         "levels": state["levels"],
-        "layout": [] if workers.place() else state["layout"],
+        "layout": [] if sharded else state["layout"],
         "loop": {name: loop.get(name) for name in _DECIDED},
         "common": common,
     }
     return f"step {state['engine']['step']} of run {state['run']}{_SHARED}{checksum(shared)}"
 
 
-def _refuse_other_lists(states: Sequence[Tree], workers: Workers) -> str:
+def _refuse_other_lists(states: Sequence[Tree], parts: CheckpointParts) -> str:
     """Return the text of a list of states; raise ValueError unless it has each worker's once."""
     found = [state["worker"] for state in states]
     number = int(states[0]["workers"]) if states else 0
@@ -305,7 +279,7 @@ def _refuse_other_lists(states: Sequence[Tree], workers: Workers) -> str:
             f"has a list with the states of workers {found}, saved by {number} workers; give one "
             f"state_dict() of each, in the order of the workers."
         )
-    said = sorted({_saved_with(state, workers) for state in states})
+    said = sorted({_saved_with(state, parts) for state in states})
     if len(said) > 1:
         saves = " and ".join(each.partition(_SHARED)[0] for each in said)
         raise ValueError(

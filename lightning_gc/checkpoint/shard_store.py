@@ -36,7 +36,6 @@ from lightning_gc.checkpoint.side_files import (
     in_short,
     on_all_ranks,
     reading,
-    shared_of,
     told_by_rank_0,
     write_atomically,
     writing,
@@ -47,21 +46,19 @@ from lightning_gc.checkpoint.worker_state import (
     SHARED,
     Layout,
     WorkerState,
-    apply,
-    averaged_state,
-    begin_at_zero,
-    check_levels,
-    check_own,
     check_same,
     on_host,
-    own_structure,
 )
 from lightning_gc.core import ANYTHING, TEXT, WHOLE, Each, Leaf, Listed, Record
-from lightning_gc.core.checksum import NAME as CHECKSUM
-from lightning_gc.core.checksum import checksum, with_checksum
-from lightning_gc.core.pytree import Tree, average, each_tensor
-from lightning_gc.core.state_structure import FLOATS
-from lightning_gc.sharded.sharded_workers import ShardedWorkers
+from lightning_gc.core.saved_state import (
+    CHECKSUM,
+    FLOATS,
+    Tree,
+    average,
+    checksum,
+    each_tensor,
+    with_checksum,
+)
 
 SHARDED = "sharded"
 TENSORS = "tensors"
@@ -101,7 +98,6 @@ class Part(NamedTuple):
 class ShardedHost(Host):
     """Attributes of a Lightning strategy for sharded models that saving and restoring use."""
 
-    local_workers: ShardedWorkers
     distributed_form: bool  # a checkpoint is a folder
     mesh_shape: tuple[int, int]
     replicate_group: Any
@@ -159,7 +155,7 @@ class ShardedSaving:
             with writing(target):
                 write(where)
 
-        engines = host.local_workers.engines
+        engines = host.checkpoint_parts.workers.engines
         full = bool(engines) and "optimizer_states" in checkpoint and self.mode != "off"
         if full:
             checkpoint[KEY] = self._state(target)
@@ -189,7 +185,7 @@ class ShardedSaving:
     def _state(self, target: Path) -> Tree:
         """Return the shared state; write this rank's file."""
         self._saves += 1
-        shared = shared_of(self.host)
+        shared = self.host.checkpoint_parts.shared_state(*self.host.metrics())
         save = f"{shared['run']}-{self._saves}"
         main: Tree = shared | {
             MAIN.key: MAIN.format,
@@ -205,7 +201,7 @@ class ShardedSaving:
 
     def _write(self, main: Tree, target: Path) -> list[str]:
         """Write errors and this rank's file; return the checksums of all ranks' files."""
-        host = self.host
+        host, parts = self.host, self.host.checkpoint_parts
         if host.distributed_form:
             if host.global_rank == 0:
                 if target.is_file():
@@ -213,7 +209,7 @@ class ShardedSaving:
                 target.mkdir(parents=True, exist_ok=True)
             host.barrier()
         folder = folder_of(target, main["stem"])
-        tensors, rest = taken_out(self._averaged(), host.local_workers.shapes)
+        tensors, rest = taken_out(self._averaged(), parts.workers.shapes)
         if self.mode == "mean":
             mean = partial(host.reduce, group=host.replicate_group, reduce_op="mean")
             tensors = {path: mean(t.float().clone()) for path, t in tensors.items()}
@@ -224,12 +220,12 @@ class ShardedSaving:
             for path, t in tensors.items()
         }
 
-        alone = on_host({n: parts[0].own_state() for n, parts in host.local_workers.own.items()})
+        alone = on_host(parts.own_state())
 
         def act() -> str:
             own = {
                 "averaged": on_host(rest),
-                "compressor": on_host(host.local_workers.first.state_dict()["compressor"]),
+                "compressor": on_host(parts.workers.first.state_dict()["compressor"]),
                 "parts": {_key_of(p): _about(p, t, host.shard_parts) for p, t in small.items()},
                 "rank": host.global_rank,
                 **{name: main[name] for name in (FILE.key, "run", "stem")},
@@ -254,7 +250,7 @@ class ShardedSaving:
 
         A parameter's buffer is zero where nothing is kept, as for an empty shard.
         """
-        workers = self.host.local_workers
+        workers = self.host.checkpoint_parts.workers
         named = workers.first.kept
         memory: Tree = {}
         for param, name in workers.names.items():
@@ -265,7 +261,7 @@ class ShardedSaving:
                 else torch.zeros(shape, dtype=torch.float32, device=param.device)
                 for buffer in (workers.first.memory.buffers if named else ())
             }
-        return {"memory": memory} | averaged_state(workers, self.host.control_loop)
+        return {"memory": memory} | self.host.checkpoint_parts.averaged_state()
 
     def remove(self, path: Any) -> None:
         """Remove the error state of a checkpoint that has been removed."""
@@ -315,7 +311,7 @@ class ShardedRestoring:
         host = self.host
         target = Path(told_by_rank_0(host, str(path)))
         self._check_files(target, weights_only)
-        if not fit or not host.local_workers.engines:
+        if not fit or not host.checkpoint_parts.workers.engines:
             return load()
         main = self._peek(target, weights_only)
         if main is not _UNREAD:
@@ -326,11 +322,11 @@ class ShardedRestoring:
             states = self._agreed(main, target)
         if states:
             problem, says = f"could not restore the error state of {target}", host.global_rank == 0
-            parts = host.local_workers, host.control_loop, states, host.root_device, says
-            on_all_ranks(host, problem, partial(apply, *parts))
+            act = partial(host.checkpoint_parts.apply, states, host.root_device, says)
+            on_all_ranks(host, problem, act)
         else:
             self._say_why_none(main, target)
-            begin_at_zero(host.local_workers, host.control_loop, main)
+            host.checkpoint_parts.begin_at_zero(main)
         return loaded
 
     def _check_files(self, target: Path, weights_only: bool | None) -> None:
@@ -392,7 +388,7 @@ class ShardedRestoring:
             if main is None or self.off or (isinstance(main, dict) and SHARDED not in main):
                 return ""
             opened = MAIN.opened(main)
-            check_levels(opened, self.host.local_workers)
+            self.host.checkpoint_parts.check_levels(opened)
             ranks = math.prod(opened["mesh"])
             if len(opened["files"]) != (0 if opened["torn"] else ranks):
                 raise ValueError(f"it has {len(opened['files'])} files of {ranks} ranks")
@@ -479,25 +475,24 @@ class ShardedRestoring:
     def _file(self, main: Tree, folder: Path, rank: int) -> Tree:
         """Return a rank's file, checked except for its tensors, which stay on disk."""
         replicas, shards = main["mesh"]
-        workers = self.host.local_workers
+        parts = self.host.checkpoint_parts
         path = file_of(folder, rank, replicas * shards)
         if not path.is_file():
             raise ValueError(f"{path} is missing")
         with _named(path):
             saved: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             tensors = saved.pop(TENSORS, None) if isinstance(saved, dict) else None
-            alone = {name: parts[0].structure for name, parts in workers.own.items()}
             own = FILE.opened(
                 saved,
-                own_structure(workers, self.host.control_loop),
-                {"own": Record(maybe=alone, others=ANYTHING)},
+                parts.structure,
+                {"own": Record(maybe=parts.own_structure, others=ANYTHING)},
             )
             check_same(own, {"rank": rank} | {n: main[n] for n in (FILE.key, "run", "stem")})
             if own[CHECKSUM] != main["files"][rank]:
                 raise ValueError("it is not the file that was saved with its checkpoint")
             pieces = self.host.mesh_shape[1]
             if shards == pieces and rank % shards == self.host.global_rank % pieces:
-                check_own(own, main, workers)
+                parts.check_own(own, main)
         return own | {TENSORS: tensors}
 
 

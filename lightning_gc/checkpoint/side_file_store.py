@@ -21,7 +21,6 @@ from lightning_gc.checkpoint.side_files import (
     make_atomic,
     on_all_ranks,
     put,
-    shared_of,
     together,
     wraps,
     writing,
@@ -32,13 +31,7 @@ from lightning_gc.checkpoint.worker_state import (
     SHARED,
     Layout,
     WorkerState,
-    apply,
-    begin_at_zero,
-    check_levels,
-    check_own,
     check_same,
-    own_structure,
-    worker_state,
 )
 from lightning_gc.core import (
     ANYTHING,
@@ -49,11 +42,8 @@ from lightning_gc.core import (
     Listed,
     Optional,
     Record,
-    Structure,
 )
-from lightning_gc.core.checksum import NAME as CHECKSUM
-from lightning_gc.core.checksum import with_checksum
-from lightning_gc.core.pytree import Tree, average
+from lightning_gc.core.saved_state import CHECKSUM, Tree, average, with_checksum
 from lightning_gc.exchange.peers import explaining
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -84,7 +74,7 @@ class Saving:
 
     The main file gets the shared state under ``"lightning_gc"`` (``MAIN``). In mode ``"full"``
     every worker writes a side file (``SIDE``) with its ``"averaged"``, ``"compressor"`` and, if
-    ``Workers.own`` is not empty, ``"own"``. In mode ``"mean"`` the main file itself gets
+    ``CheckpointParts.own`` is not empty, ``"own"``. In mode ``"mean"`` the main file itself gets
     ``"averaged"``, the mean over workers, and ``"compressor"``. The main file holds the checksums
     of the side files, and is written only after all of them.
 
@@ -104,7 +94,7 @@ class Saving:
     def save(self, checkpoint: Tree, path: Any, options: Any, write: Callable[[Any], None]) -> None:
         """Write the side files of a full checkpoint, then the checkpoint by ``write``."""
         make_atomic(self.host.checkpoint_io)
-        full = bool(self.host.local_workers.engines) and "optimizer_states" in checkpoint
+        full = bool(self.host.checkpoint_parts.workers.engines) and "optimizer_states" in checkpoint
         full = full and self.mode != "off"
         if full:
             checkpoint[KEY] = self._state(path, options)
@@ -114,20 +104,21 @@ class Saving:
 
     def _state(self, path: Any, options: Any) -> Tree:
         """Return the content of the main file; write these workers' side files."""
-        workers, alone, shared = self.host.local_workers, self.host.is_alone, shared_of(self.host)
-        engine = workers.first
+        parts, alone = self.host.checkpoint_parts, self.host.is_alone
+        shared = parts.shared_state(*self.host.metrics())
+        workers, engine = parts.workers, parts.workers.first
         self._saves += not alone
         save = f"{workers.run}-{'alone' if alone else self._saves}"
         main: Tree = shared | {
             MAIN.key: MAIN.format,
             "mode": "full" if alone else self.mode,
-            "workers": workers.files,
+            "workers": parts.files,
             "stem": side_files.stem_of(path, engine.step, save),
             "shapes": {
                 name: {buffer: list(tensor.shape) for buffer, tensor in kept.items()}
                 for name, kept in engine.buffers.named.items()
             },
-            "files": [None] * workers.files,
+            "files": [None] * parts.files,
             **workers.place(),
         }
         if main["torn"]:
@@ -139,11 +130,8 @@ class Saving:
 
     def _mean(self, shared: Tree) -> Tree:
         """Return the mean of all workers' states."""
-        host, workers = self.host, self.host.local_workers
-        states = [
-            worker_state(workers, host.control_loop, shared, index)
-            for index in range(len(workers.engines))
-        ]
+        host, parts = self.host, self.host.checkpoint_parts
+        states = [parts.worker_state(shared, index) for index in range(len(parts.workers.engines))]
         first = states[0]
         if len(states) > 1:
             first = WorkerState(shared, average([each.averaged for each in states]), first.own)
@@ -156,10 +144,10 @@ class Saving:
     def _write_side_files(self, main: Tree, path: Any, options: Any) -> list[str | None]:
         """Write this process's side files; return all workers' checksums, None where unknown."""
         acts: dict[int, Callable[[], str]] = {}
-        workers = self.host.local_workers
-        for index, engine in enumerate(workers.engines if workers.saves else ()):
-            file = workers.file_of(engine)
-            target = side_files.path_of(path, main["stem"], file, workers.files)
+        parts = self.host.checkpoint_parts
+        for index in range(len(parts.workers.engines)) if parts.saves else ():
+            file = parts.file_of(index)
+            target = side_files.path_of(path, main["stem"], file, parts.files)
             acts[file] = partial(self._save_own, index, main, target, options, path)
         checksums = together(self.host, acts, main["workers"], self.host.is_alone)
         return [checksums.get(worker) for worker in range(main["workers"])]
@@ -174,10 +162,10 @@ class Saving:
 
     def _content(self, index: int, main: Tree) -> Tree:
         """Return the content of one worker's side file."""
-        workers = self.host.local_workers
-        state = worker_state(workers, self.host.control_loop, main, index)
+        parts = self.host.checkpoint_parts
+        state = parts.worker_state(main, index)
         own = {name: main[name] for name in (SIDE.key, "workers", "run", "stem")}
-        own |= state.in_file(self.dtype) | {"worker": workers.file_of(workers.engines[index])}
+        own |= state.in_file(self.dtype) | {"worker": parts.file_of(index)}
         return with_checksum(own)
 
     def _write_side_file(self, own: Tree, target: str, options: Any) -> str:
@@ -196,7 +184,7 @@ class Saving:
 
     def _publish(self, checkpoint: Tree, path: Any, write: Callable[[Any], None]) -> None:
         """Write the checkpoint by ``write``, atomically; if worker 0 fails, all workers raise."""
-        host, workers = self.host, self.host.local_workers
+        host, parts = self.host, self.host.checkpoint_parts
 
         def act() -> None:
             if host.global_rank != 0:
@@ -207,8 +195,8 @@ class Saving:
             put(path, write, host.checkpoint_io)
 
         problem = f"could not write {path}; if there was one of that name, it is kept"
-        first = workers.file_of(workers.first) if workers.engines else host.global_rank
-        number = workers.files if workers.engines else 0
+        first = parts.file_of() if parts.workers.engines else host.global_rank
+        number = parts.files if parts.workers.engines else 0
         together(host, {first: explaining(problem, act)}, number, host.is_alone)
 
     def _remove_old_side_files(self, path: Any, stem: str) -> None:
@@ -254,25 +242,22 @@ class Restoring:
         Raises:
             RuntimeError: on all workers, if one cannot use its files.
         """
-        workers, control = self.host.local_workers, self.host.control_loop
-        main: Any = checkpoint.get(KEY)
-        if not workers.engines:
+        parts, main = self.host.checkpoint_parts, checkpoint.get(KEY)
+        if not parts.workers.engines:
             return
         states = [] if self.off else self._agreed(main, path)
         if states:
             problem = f"could not restore the error state of {path}"
             device, says = self.host.root_device, self.host.global_rank == 0
-            act = partial(apply, workers, control, states, device, says)
-            self._together(explaining(problem, act))
+            self._together(explaining(problem, partial(parts.apply, states, device, says)))
             return
-        if main is None and workers.first.memory.buffers and not self.off:
+        if main is None and parts.workers.first.memory.buffers and not self.off:
             self._log_rank0(f"{path} holds no error state: errors begin at zero.")
-        begin_at_zero(workers, control, main)
+        parts.begin_at_zero(main)
 
     def _together(self, act: Callable[[], Any]) -> dict[int, Any]:
-        workers = self.host.local_workers
-        acts = {workers.file_of(workers.first): act}
-        return together(self.host, acts, workers.files, self.host.is_alone)
+        parts = self.host.checkpoint_parts
+        return together(self.host, {parts.file_of(): act}, parts.files, self.host.is_alone)
 
     def _agreed(self, main: Any, path: Any) -> list[WorkerState]:
         """Return each worker's state; raise on all workers if one fails or its file differs."""
@@ -290,7 +275,7 @@ class Restoring:
         if any(text.endswith(_LOST) for text in said.values()):
             # Drop state that must be equal on all workers. Without the compressor's state workers
             # would send messages of other shapes; without common buffers weights would differ.
-            memory = self.host.local_workers.configuration.memory
+            memory = self.host.checkpoint_parts.workers.configuration.memory
             gone = [CONTROLLER, "memory"] if memory.common else [CONTROLLER]
             states = [state.without(*gone) for state in states]
             if memory.common and self.host.global_rank == 0:
@@ -314,42 +299,42 @@ class Restoring:
 
         It is the worker's own state, or the mean over workers if their number has changed.
         """
-        workers, engines = self.host.local_workers, self.host.local_workers.engines
+        parts, number = self.host.checkpoint_parts, len(self.host.checkpoint_parts.workers.engines)
         mean = isinstance(main, dict) and main.get("mode") == "mean" and not main.get("torn")
-        common = {name: part.common_structure for name, part in workers.common.items()}
+        common = Record(maybe=parts.common_structure, others=ANYTHING)
         main = MAIN.opened(
             main,
-            own_structure(workers, self.host.control_loop) if mean else {},
-            {"common": Record(maybe=common, others=ANYTHING), "shard": WHOLE, "shards": COUNT},
+            parts.structure if mean else {},
+            {"common": common, "shard": WHOLE, "shards": COUNT},
         )
         if len(main["files"]) != main["workers"]:
             raise ValueError(f"it has {len(main['files'])} files of {main['workers']} workers")
-        check_levels(main, workers)
+        parts.check_levels(main)
         if main["torn"]:
             self._log_rank0(f"{path} was saved within a step: errors begin at zero.")
-            return [WorkerState(main, {}, ({"compressor": {}},))] * len(engines)
+            return [WorkerState(main, {}, ({"compressor": {}},))] * number
         if mean:
-            check_own(main, main, workers, main["shapes"])
+            parts.check_own(main, main, main["shapes"])
             own = {"compressor": main["compressor"]}
-            return [WorkerState(main, main["averaged"], (own,))] * len(engines)
-        before, now = main["workers"], workers.files
-        places = [each.get("shards", 1) for each in (main, workers.place())]
+            return [WorkerState(main, main["averaged"], (own,))] * number
+        before, now = main["workers"], parts.files
+        places = [each.get("shards", 1) for each in (main, parts.workers.place())]
         if places != [1, 1] and (places[0] != places[1] or before != now):
             raise ValueError(
                 f"it was saved by {before} ranks, which had {places[0]} shards of each worker, and "
                 f"here are {now} ranks and {places[1]} shards; resume with as many of both"
             )
         if before == now:
-            return self._read(main, path, map(workers.file_of, engines))
+            return self._read(main, path, map(parts.file_of, range(number)))
         old = self._read(main, path, range(before))
         self._log_rank0(f"{before} workers' errors are averaged: each of {now} has the mean.")
-        return [WorkerState.mean(old)] * len(engines)
+        return [WorkerState.mean(old)] * number
 
     def _read(self, main: Tree, path: Any, workers: Iterable[int]) -> list[WorkerState]:
         """Return the states in these workers' side files; a lost state for a missing file."""
         files = {i: side_files.path_of(path, main["stem"], i, main["workers"]) for i in workers}
         lost = [file for file in files.values() if not side_files.exists(file)]
-        if lost and self.host.local_workers.place():
+        if lost and self.host.checkpoint_parts.workers.place():
             raise ValueError(f"{', '.join(lost)} is missing, which has shards of the optimizers")
         if lost:
             warnings.warn(
@@ -368,20 +353,19 @@ class Restoring:
 
     def _checked(self, main: Tree, worker: int, file: str) -> WorkerState:
         """Return the content of a side file, checked."""
-        workers = self.host.local_workers
-        alone: dict[str, Structure] = {n: p[0].structure for n, p in workers.own.items()}
+        parts = self.host.checkpoint_parts
         own = SIDE.opened(
             side_files.read(file, self.host.checkpoint_io),
-            own_structure(workers, self.host.control_loop),
-            {"own": Record(maybe=alone, others=ANYTHING)},
+            parts.structure,
+            {"own": Record(maybe=parts.own_structure, others=ANYTHING)},
         )
         same = {name: main[name] for name in (SIDE.key, "workers", "run", "stem")}
         check_same(own, {"worker": worker} | same)
         if main["files"][worker] not in (None, own[CHECKSUM]):
             raise ValueError("it is not the file that was saved with its checkpoint")
-        check_own(own, main, workers, None if workers.place() else main["shapes"])
-        parts: Tree = {name: own[name] for name in ("compressor", "own") if name in own}
-        return WorkerState(main, own["averaged"], (parts,))
+        parts.check_own(own, main, None if parts.workers.place() else main["shapes"])
+        alone: Tree = {name: own[name] for name in ("compressor", "own") if name in own}
+        return WorkerState(main, own["averaged"], (alone,))
 
     @contextlib.contextmanager
     def _usable(self, path: Any, what: str, main: Any) -> Iterator[None]:

@@ -19,11 +19,8 @@ import torch
 from fsspec.core import url_to_fs
 from torch import Tensor
 
-from lightning_gc.checkpoint.worker_state import shared_state
-from lightning_gc.control.control_loop import ControlLoop
+from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.core.notices import waiting
-from lightning_gc.core.pytree import Tree
-from lightning_gc.exchange import Workers
 from lightning_gc.exchange.peers import all_or_raise, explaining
 from lightning_gc.transports.distributed import Distributed, broadcast_text, gather_text
 from lightning_gc.transports.peer_error import awaiting_peers
@@ -49,8 +46,7 @@ class Ranks(Protocol):
 class Host(Ranks, Protocol):
     """Attributes of a Lightning strategy that saving and restoring use."""
 
-    local_workers: Workers
-    control_loop: ControlLoop | None
+    checkpoint_parts: CheckpointParts
     local_rank: int
     reduce: Callable[..., Tensor]
 
@@ -63,11 +59,6 @@ class Host(Ranks, Protocol):
 
     def metrics(self) -> tuple[Mapping[str, Any], Collection[str]]:
         """Return current values of metrics, and the names of those that are yet to come."""
-
-
-def shared_of(host: Host) -> Tree:
-    """Return the state that is equal on all workers of a strategy, with its metrics."""
-    return shared_state(host.local_workers, host.control_loop, *host.metrics())
 
 
 _PURPOSE, _UNTIL = "a checkpoint", "save or read a checkpoint"

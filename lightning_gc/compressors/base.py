@@ -25,9 +25,9 @@ from lightning_gc.core import (
     Wire,
     payload_validation,
 )
+from lightning_gc.core.saved_state import NOTHING
 from lightning_gc.core.segments import Pending
 from lightning_gc.core.settings import Settings
-from lightning_gc.core.state_structure import NOTHING
 from lightning_gc.core.wire import limits
 from lightning_gc.kernels.dispatch import fused
 

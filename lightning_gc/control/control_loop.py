@@ -6,14 +6,15 @@ import contextlib
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lightning_gc.control.probes import Probes, RatesToCome
 from lightning_gc.controllers import Controller, Decision, Observation
+from lightning_gc.controllers.base import State
 from lightning_gc.controllers.trace import append
 from lightning_gc.core import (
     ANYTHING,
@@ -27,11 +28,10 @@ from lightning_gc.core import (
     Pair,
     Record,
 )
-from lightning_gc.core.state_structure import FINITE, FLAG, INTEGER, LEVEL
+from lightning_gc.core.saved_state import FINITE, FLAG, INTEGER, LEVEL
 from lightning_gc.engine.levels import Requested
 from lightning_gc.exchange.peers import Peers
 from lightning_gc.exchange.workers import Workers
-from lightning_gc.transports.distributed import broadcast_text
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,16 @@ class Moment:
     progress: float | None = None
     step_metrics: tuple[str, ...] = ()
     rates_to_come: RatesToCome | None = None
+
+
+class HasRounds(Protocol):
+    """A worker that exchanges every H steps."""
+
+    def set_every(self, every: int | None) -> None:
+        """Set H from the next round on; None: the plan's."""
+
+    def restart(self) -> None:
+        """Forget all that is kept from step to step."""
 
 
 class ControlLoop:
@@ -77,16 +87,18 @@ class ControlLoop:
     def __init__(self, controller: Controller, workers: Workers) -> None:
         self.controller = controller
         self._workers = workers
+        self._rounds: Sequence[HasRounds] = ()
         self._probes = Probes(controller, workers)
         self.statistics = self._probes.statistics
-        self._begin()
+        self._begin(controller.init())
 
     @property
     def _step(self) -> int:
         return self._workers.first.step
 
-    def attach(self) -> None:
-        """Use the byte accounts of a new fit, one per worker, and its rounds."""
+    def attach(self, rounds: Sequence[HasRounds] = ()) -> None:
+        """Use the byte accounts of a new fit, one per worker, and its rounds of local steps."""
+        self._rounds = rounds
         for each, account in zip(self.statistics, self._workers.accounts, strict=True):
             each.attach(account)
         self._set_every(self._every)
@@ -94,7 +106,10 @@ class ControlLoop:
 
     def begin_anew(self) -> None:
         """Forget all decisions, and observe from the engines' current step on."""
-        self._begin()
+        self._start_over(self.controller.init())
+
+    def _start_over(self, state: State) -> None:
+        self._begin(state)
         self._workers.forget_levels()
         self._set_every(None)
         self._set_weights(None)
@@ -102,8 +117,8 @@ class ControlLoop:
             each.begin()
             each.epoch.end_epoch()
 
-    def _begin(self) -> None:
-        self.state = self.controller.init()
+    def _begin(self, state: State) -> None:
+        self.state = state
         self.decision: Decision | None = None
         self.ended = True
         self._every: int | None = None  # H in force; None: the plan's
@@ -190,8 +205,9 @@ class ControlLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state_dict``, after ``begin_anew``; the engine's step has been restored."""
-        self.state, self.ended, self._epoch = state["state"], state["ended"], state["epoch"]
+        """Resume from ``state_dict``; the engines' step has been restored."""
+        self._start_over(state["state"])
+        self.ended, self._epoch = state["ended"], state["epoch"]
         self._pause, self._rate = state["pause"], state["rate"]
         self._seen_step = self._step - state["steps"]
         self._epoch_step = self._step - state["epoch_steps"]
@@ -221,7 +237,7 @@ class ControlLoop:
             return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
     def _apply_decision(self, peers: Peers, text: str | None) -> None:
-        said = json.loads(broadcast_text(text, peers.device, peers.group))
+        said = json.loads(peers.told_by_decider(text))
         if "error" in said:
             raise RuntimeError(
                 f"The controller failed on worker 0, so all workers stop. {said['error']}"
@@ -242,12 +258,12 @@ class ControlLoop:
             self._set_weights(decision.weights)
 
     def _set_weights(self, levels: Requested | None) -> None:
-        if self._workers.weights is not None:
-            self._weights = self._workers.weights.set_levels(levels)
+        if self._workers.gathers is not None:
+            self._weights = self._workers.gathers.set_levels(levels)
 
     def _set_every(self, every: int | None) -> None:
         self._every = every
-        for rounds in self._workers.rounds:
+        for rounds in self._rounds:
             rounds.set_every(every)
 
     def _observe(

@@ -16,7 +16,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Point
 from lightning_gc.controllers.exchange_record import fit_link
 from lightning_gc.core import Bucket, Record, Tally
-from lightning_gc.core.state_structure import FINITE
+from lightning_gc.core.saved_state import FINITE
 from lightning_gc.engine import Engine
 from lightning_gc.engine.statistics import EpochStatistics
 from lightning_gc.exchange.peers import Peers
@@ -55,7 +55,7 @@ class WorkerStatistics:
         self.engine = engine
         needs = controller.needs
         self.epoch = EpochStatistics(needs.sums, needs.moments, needs.errors, needs.scale)
-        self._keeps_exchanges = needs.link
+        self._keeps_exchanges, self._timed = needs.link, needs.seconds
         engine.statistics.epoch = self.epoch
         self._seen_tally = dataclasses.replace(engine.tally)
         self._timed_from = engine.step
@@ -128,7 +128,9 @@ class WorkerStatistics:
         self.epoch.load_own_state(state["observer"])
 
     def _time_from_here(self) -> None:
-        self._seen_seconds, self._timed_from = self._account.seconds(), self.engine.step
+        self._timed_from = self.engine.step
+        if self._timed:
+            self._seen_seconds = self._account.seconds()
 
     def _bytes(self) -> int:
         return self._account.sent_bytes - self._seen_bytes
@@ -344,7 +346,7 @@ class Probes:
             "num_compressed": sum(sizes.values()),
             "sent_elements": sent,
             "levels": workers.levels() if steps else {},
-            "weight_sizes": {} if workers.weights is None else workers.weights.sizes(),
+            "weight_sizes": {} if workers.gathers is None else workers.gathers.sizes(),
             "weight_levels": workers.weight_levels() if steps else {},
         }
 

@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from lightning_gc.core.flow import Request as Request
     from lightning_gc.core.flow import averaged as averaged
     from lightning_gc.core.flow import together as together
+    from lightning_gc.core.saved_state import ANYTHING as ANYTHING
+    from lightning_gc.core.saved_state import COUNT as COUNT
+    from lightning_gc.core.saved_state import NUMBER as NUMBER
+    from lightning_gc.core.saved_state import TEXT as TEXT
+    from lightning_gc.core.saved_state import WHOLE as WHOLE
+    from lightning_gc.core.saved_state import Each as Each
+    from lightning_gc.core.saved_state import Leaf as Leaf
+    from lightning_gc.core.saved_state import Listed as Listed
+    from lightning_gc.core.saved_state import Number as Number
+    from lightning_gc.core.saved_state import Numbers as Numbers
+    from lightning_gc.core.saved_state import Optional as Optional
+    from lightning_gc.core.saved_state import Pair as Pair
+    from lightning_gc.core.saved_state import Record as Record
+    from lightning_gc.core.saved_state import Structure as Structure
     from lightning_gc.core.search_space import Choice as Choice
     from lightning_gc.core.search_space import Range as Range
     from lightning_gc.core.search_space import Space as Space
     from lightning_gc.core.settings import Settings as Settings
-    from lightning_gc.core.state_structure import ANYTHING as ANYTHING
-    from lightning_gc.core.state_structure import COUNT as COUNT
-    from lightning_gc.core.state_structure import NUMBER as NUMBER
-    from lightning_gc.core.state_structure import TEXT as TEXT
-    from lightning_gc.core.state_structure import WHOLE as WHOLE
-    from lightning_gc.core.state_structure import Each as Each
-    from lightning_gc.core.state_structure import Leaf as Leaf
-    from lightning_gc.core.state_structure import Listed as Listed
-    from lightning_gc.core.state_structure import Number as Number
-    from lightning_gc.core.state_structure import Numbers as Numbers
-    from lightning_gc.core.state_structure import Optional as Optional
-    from lightning_gc.core.state_structure import Pair as Pair
-    from lightning_gc.core.state_structure import Record as Record
-    from lightning_gc.core.state_structure import Structure as Structure
     from lightning_gc.core.wire import Field as Field
     from lightning_gc.core.wire import Wire as Wire
 
@@ -46,7 +46,7 @@ _FACE = {
     "flow": "Exchange Flow Gather Limits Mean MeanShard Payload Reply Request averaged together",
     "search_space": "Choice Range Space",
     "settings": "Settings",
-    "state_structure": "ANYTHING COUNT NUMBER TEXT WHOLE Each Leaf Listed "
+    "saved_state": "ANYTHING COUNT NUMBER TEXT WHOLE Each Leaf Listed "
     "Number Numbers Optional Pair Record Structure",
     "wire": "Field Wire",
 }

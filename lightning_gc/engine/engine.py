@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.core import WHOLE, Bucket, Each, Flow, Number, Record, Structure, Tally
-from lightning_gc.core.pytree import each_tensor
-from lightning_gc.core.state_structure import ERRORS, Plain
+from lightning_gc.core.saved_state import ERRORS, Plain, each_tensor
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.engine.error_buffers import (
     ErrorBuffers,

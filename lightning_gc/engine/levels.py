@@ -65,7 +65,7 @@ class Levels:
             compressor = compressor.at(level)
         # Elementwise codecs work on whole buckets, but with the same result per parameter.
         each = PerParameter(compressor) if isinstance(compressor, Codec) else compressor
-        divisible = each if compressor.traits.elementwise else compressor
+        divisible = each if self.traits.elementwise else compressor
         self.compressor = (
             divisible.with_levels(by_name, dense=level is None) if by_name else compressor
         )

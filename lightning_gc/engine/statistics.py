@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.core import NUMBER, Bucket, Each, Record, Tally
-from lightning_gc.core.state_structure import FINITE, FLOATS
+from lightning_gc.core.saved_state import FINITE, FLOATS
 from lightning_gc.engine.error_buffers import ErrorBuffers, to_host
 
 PIECE = 1 << 16

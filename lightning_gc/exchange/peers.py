@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_gc.transports.distributed import EXCHANGE, Distributed, gather_text
+from lightning_gc.transports.distributed import (
+    EXCHANGE,
+    Distributed,
+    broadcast_text,
+    gather_text,
+)
 from lightning_gc.transports.peer_error import awaiting_peers, naming_peers
 
 
@@ -87,6 +92,10 @@ class ShardParts(Parts):
         return dict(zip(every, whole, strict=True))
 
 
+def _alone(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @dataclass(frozen=True)
 class Peers:
     """Communication of the control loop.
@@ -94,14 +103,14 @@ class Peers:
     Attributes:
         decides: this process has worker 0, whose controller decides.
         device: one that the group's backend can send from.
-        mean: returns a tensor's mean over workers.
+        mean: returns a tensor's mean over workers; by default, all are in this process.
         parts: sums over the parts of a worker, where several processes have them.
         group: of all processes; None is the default group.
     """
 
     decides: bool
     device: torch.device
-    mean: Callable[[Tensor], Tensor]
+    mean: Callable[[Tensor], Tensor] = _alone
     parts: Parts = Parts()  # noqa: RUF009 - has no state
     group: dist.ProcessGroup | None = None
 
@@ -120,6 +129,12 @@ class Peers:
         if not dist.is_initialized():
             return contextlib.nullcontext()
         return awaiting_peers(until, dist.get_rank(self.group), dist.get_world_size(self.group))
+
+    def told_by_decider(self, text: str | None) -> str:
+        """Return the text of the process that decides, on all processes."""
+        if not dist.is_initialized():
+            return text or ""
+        return broadcast_text(text, self.device, self.group)
 
     def _packed(self, rows: Iterable[Sequence[float]]) -> Tensor:
         return torch.tensor(list(rows), dtype=torch.float64, device=self.device).mean(0)

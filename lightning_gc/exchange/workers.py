@@ -17,13 +17,12 @@ from torch.distributed.tensor import DTensor
 from lightning_gc.compressors import COMPRESSORS, Compressor
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
-from lightning_gc.core import Flow, Structure
+from lightning_gc.core import Flow
 from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.core.registry import make
 from lightning_gc.engine import Engine
 from lightning_gc.engine.compatibility import combine, waits_of_step
-from lightning_gc.engine.engine import compressor_state
-from lightning_gc.engine.levels import Requested, RequestedLevels
+from lightning_gc.engine.levels import Requested
 from lightning_gc.exchange.validation import refuse_complex_parameters
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.schemes import SCHEMES, Scheme
@@ -89,61 +88,6 @@ def _copying(copies: Sequence[tuple[Tensor, Tensor]]) -> Flow:
     yield from ()
 
 
-class HasWorkerState(Protocol):
-    """Part of a worker's checkpoint besides its engine's state."""
-
-    @property
-    def structure(self) -> Structure:
-        """What ``own_state`` returns."""
-
-    def own_state(self) -> dict[str, Any]:
-        """Return nested dicts of tensors and numbers that may be averaged over workers."""
-
-    def load_own_state(self, state: Any) -> None:
-        """Resume from ``own_state()``, or from its mean over workers."""
-
-
-class HasCommonState(Protocol):
-    """Part of a checkpoint that is equal on all workers."""
-
-    @property
-    def common_structure(self) -> Structure:
-        """What ``common_state`` returns."""
-
-    def common_state(self) -> dict[str, Any]:
-        """Return nested dicts of tensors and numbers."""
-
-    def load_common_state(self, state: Any) -> None:
-        """Resume from ``common_state()``."""
-
-
-class BelongsToWorker(Protocol):
-    """Part of a worker's checkpoint that is not averaged, such as its optimizer's state."""
-
-    @property
-    def structure(self) -> Structure:
-        """What ``own_state`` returns."""
-
-    def own_state(self) -> dict[str, Any]:
-        """Return nested dicts of tensors and plain values."""
-
-    def over_workers(self, state: Any, mean: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """Return ``own_state()`` with the means over workers of what has one, by ``mean``."""
-
-    def load_own_states(self, states: Sequence[Any]) -> None:
-        """Resume from this worker's ``own_state()``, or from all states if W has changed."""
-
-
-class HasRounds(Protocol):
-    """A strategy that exchanges every H steps."""
-
-    def set_every(self, every: int | None) -> None:
-        """Set H from the next round on; None: the plan's."""
-
-    def restart(self) -> None:
-        """Forget all that is kept from step to step."""
-
-
 class HasWeights(Protocol):
     """Gathers of weights by a compressor whose level a controller may set."""
 
@@ -169,16 +113,7 @@ class Workers:
         names: parameter -> name, of all that are trained.
         layout: parameter names in each bucket of the last round.
         regrouping: exchanges the first round after a resume in the layout of the saved run.
-        kept: name -> other state of each of these workers, for checkpoints; averaged if W changes.
-        own: name -> state of each of these workers, for its side file; not averaged.
-        common: name -> state that is equal on all workers, for the checkpoint itself.
-        rounds: of each of these workers, with local steps.
-        weights: gathers of compressed weights, in FSDP; None elsewhere.
-        gathered: the compressor of these weights as text, for checkpoints, which may be saved after
-            training; "" elsewhere.
-        exchanged: what errors are in units of: ``"gradients"`` or ``"weights"``.
-        saves: whether this process writes their side files; one of an island's does.
-        run: a random name of this fit, equal on all workers, for checkpoints.
+        run: a random name of this fit, equal on all workers.
         model: name -> description of every parameter and buffer, which must be equal on all.
     """
 
@@ -189,14 +124,6 @@ class Workers:
         self.names: dict[Tensor, str] = {}
         self.layout: list[tuple[str, ...]] = []
         self.regrouping: Regrouping | None = None
-        self.kept: dict[str, Sequence[HasWorkerState]] = {}
-        self.own: dict[str, Sequence[BelongsToWorker]] = {}
-        self.common: dict[str, HasCommonState] = {}
-        self.rounds: Sequence[HasRounds] = ()
-        self.weights: HasWeights | None = None
-        self.gathered = ""
-        self.exchanged = "gradients"
-        self.saves = True
         self.run = ""
         self.model: dict[str, str] = {}
 
@@ -249,35 +176,6 @@ class Workers:
         for engine in self.engines:
             engine.prepare(scale, rates)
 
-    def check_declared(
-        self,
-        state: Mapping[str, Any],
-        levels: Any,
-        shapes: Mapping[str, tuple[int, ...]] | None = None,
-        place: str = "",
-    ) -> None:
-        """Raise ValueError if saved state is not such as this compressor declares it.
-
-        Args:
-            state: parameter name -> the compressor's state, of the same compressor.
-            levels: as ``Levels.requested`` returns them.
-            shapes: parameter name -> the shape of this process's part, when ``state`` was saved.
-            place: where ``state`` lies.
-        """
-        compressor = self.configuration.compressor
-        shapes = self.shapes if shapes is None else shapes
-        compressor_state(compressor, shapes).check(state, f"{place}compressor")
-        RequestedLevels(compressor).check(levels, "levels")
-
-    def file_of(self, engine: Engine) -> int:
-        """Return the number of this process's side file of a worker."""
-        return engine.worker
-
-    @property
-    def files(self) -> int:
-        """How many side files all processes write."""
-        return self.first.workers
-
     def regroup(self, layout: Sequence[Sequence[str]]) -> None:
         """Exchange the next round in ``layout`` if it has exactly this model's parameters."""
         fits = sorted(name for names in layout for name in names) == sorted(self.shapes)
@@ -313,9 +211,14 @@ class Workers:
             return {}
         return self.first.levels.of({n: self._largest(p) for p, n in self.compressed().items()})
 
+    @property
+    def gathers(self) -> HasWeights | None:
+        """The gathers of compressed weights, in FSDP; None elsewhere."""
+        return None
+
     def weight_levels(self) -> dict[str, float | None]:
         """Return the same of gathered weights, where their compressor has a level."""
-        return {} if self.weights is None else self.weights.levels()
+        return {} if self.gathers is None else self.gathers.levels()
 
     def set_levels(
         self, level: float | None, levels: Mapping[str, float | None] | None = None

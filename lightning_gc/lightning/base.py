@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.checkpoint.side_file_store import DTYPES, Restoring, Saving
 from lightning_gc.checkpoint.side_files import Host
+from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller
@@ -125,8 +126,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     """Connects the workers of this process to Lightning's hooks. Nothing numerical.
 
     Attributes:
-        local_workers: engines, byte accounts and parameter names of the workers in this process.
-        control_loop: the controller's, once fitting has started.
+        checkpoint_parts: what checkpoints keep of the workers in this process.
         network: model that estimates the seconds of communication; None where they are measured.
         verify: what workers compare.
     """
@@ -140,6 +140,8 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     _more_workers = "use more workers, or Trainer(strategy='auto')"
     """Advice in the warning of one worker."""
     _lookahead: Lookahead | None = None
+    _moment: Callable[[Any, int], Moment] = staticmethod(moment_of)
+    """Returns metrics and progress of a Trainer before a batch, for a controller."""
     _exchanges_rounds = False
     """Whether workers exchange every H steps, and a controller may set H."""
 
@@ -172,8 +174,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         self.controller = check_controller(
             controller, self.compressor, self.memory, owner, rounds=self._exchanges_rounds
         )
-        self.control_loop: ControlLoop | None = None
-        self.local_workers = self._workers_of(configuration)
+        self.checkpoint_parts = CheckpointParts(self._workers_of(configuration))
         self._configure_state(state, state_dtype)
 
     def _workers_of(self, configuration: Configuration) -> Workers:
@@ -188,6 +189,16 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         package = package_of(type(self))
         words += f" for the Trainer of {package}; Fabric takes CompressedFabricStrategy"
         return f"<{type(self).__name__}{words}>"
+
+    @property
+    def local_workers(self) -> Workers:
+        """Engines, byte accounts and parameter names of the workers in this process."""
+        return self.checkpoint_parts.workers
+
+    @property
+    def control_loop(self) -> ControlLoop | None:
+        """The controller's, once fitting has started."""
+        return self.checkpoint_parts.control
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -237,7 +248,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         self._failed = False
         setup = Setup(
             type(self).__name__,
-            self.local_workers,
+            self.checkpoint_parts,
             self.controller,
             lambda: self.optimizers,
             self.root_device,
@@ -246,11 +257,9 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
             self.verify,
             self._more_workers,
             self._common_weights if share else None,
-            self.control_loop,
             "In manual optimization, call self.manual_backward(loss) instead of loss.backward()",
         )
         self._attached = make(setup)
-        self.control_loop = self._attached.control
         here = {self.local_workers.local(param): name for param, name in self.names.items()}
         self._lookahead = Lookahead(share, here) if share else None
 
@@ -279,9 +288,6 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         super().on_validation_start()
         if self.control_loop is not None:
             self.control_loop.pause()
-
-    def _moment(self, trainer: Any, batch: int) -> Moment:
-        return moment_of(trainer, batch)
 
     @property
     def steps_since_exchange(self) -> int:

@@ -27,6 +27,7 @@ from lightning_gc.attachment.attached_rounds import (
     place_of,
 )
 from lightning_gc.checkpoint.side_files import KEY
+from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
@@ -124,7 +125,7 @@ class LocalHooks(CompressedStrategy):
         plan.check(self.compressor, self.memory, self.controller)
         self.plan = plan
         self._keeps_mean = state == "mean"
-        self.local_workers.exchanged = "weights"
+        self.checkpoint_parts.settings["exchanged"] = "weights"
 
     @property
     def island(self) -> int:
@@ -143,9 +144,9 @@ class LocalHooks(CompressedStrategy):
             fix="Return it from configure_optimizers",
         )
         self._listen()
-        self._own = keep(self.local_workers, rounds, lambda: self.optimizers, self._scaler)
+        self._own = keep(self.checkpoint_parts, rounds, lambda: self.optimizers, self._scaler)
         if self._keeps_mean:
-            self.local_workers.kept[ROUNDS] = [MeanDrift(each) for each in rounds]
+            self.checkpoint_parts.kept[ROUNDS] = [MeanDrift(each) for each in rounds]
         self._first = self._first_callback(self._show_common, self._end_rounds)
         self._first.join(self.lightning_module.trainer)
 
@@ -340,7 +341,7 @@ class LocalHooks(CompressedStrategy):
         if self._own_steps is not None:
             self._own_steps.end()
         self._first = self._own_steps = None
-        self._all_rounds = self.local_workers.rounds = ()
+        self._all_rounds = ()
 
     def _arrive(self) -> None:
         """Wait for an exchange under way."""
@@ -574,8 +575,8 @@ class LocalSteps(LocalHooks, RealWorker):
                 "Trainer(max_steps=...)."
             )
         if type(self.local_workers) is not place.kind:
-            self.local_workers = place.kind(self.local_workers.configuration)
-            self.local_workers.exchanged = "weights"
+            workers = place.kind(self.local_workers.configuration)
+            self.checkpoint_parts = CheckpointParts(workers, settings={"exchanged": "weights"})
         self._attach(lambda setup: AttachedRounds(module, setup, plan, self._keep, place))
         self._place = place_of(plan)  # a number in a checkpoint is asked for once
         exchange = self._handle.meeting.exchange

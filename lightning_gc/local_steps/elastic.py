@@ -27,8 +27,7 @@ from torch.distributed.distributed_c10d import GroupName, _new_process_group_hel
 from lightning_gc.core import TEXT, WHOLE, Each, Flow, Record
 from lightning_gc.core.digest import ReplicaError
 from lightning_gc.core.notices import say, waiting
-from lightning_gc.core.pytree import Tree, each_tensor
-from lightning_gc.core.state_structure import ERRORS
+from lightning_gc.core.saved_state import ERRORS, Tree, each_tensor
 from lightning_gc.engine import Engine
 from lightning_gc.engine.error_buffers import to_host
 from lightning_gc.exchange.kernel_compilation import compile_kernels
@@ -625,7 +624,6 @@ class ElasticExchange:
             )
         told = timedelta(seconds=elastic.timeout)
         self.island = ALONE if size == 1 else Island.among([range(size)], timeout, told)
-        workers.saves = self.island.leads
         self._workers, self._device = workers, device
         self._membership = Membership(elastic, self.island)
         self._attempt = Attempt(workers, device, self._membership)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lightning_gc.checkpoint.worker_state import MODULE, CheckpointParts
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.core import (
     ANYTHING,
@@ -29,18 +30,17 @@ from lightning_gc.core import (
     Record,
     Structure,
 )
-from lightning_gc.core.pytree import Tree, average, each_tensor, reduced
-from lightning_gc.core.state_structure import ERRORS, FLOATS
+from lightning_gc.core.saved_state import ERRORS, FLOATS, Tree, average, each_tensor, reduced
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Parts, explaining
-from lightning_gc.exchange.workers import Shapes, Workers, local_part, plain_name, reshard
+from lightning_gc.exchange.workers import Shapes, local_part, plain_name, reshard
 from lightning_gc.local_steps.common_weights import CommonWeights, Fragment, mean_of
 from lightning_gc.local_steps.inner_moments import Moments
 from lightning_gc.local_steps.round_plan import MIXED, RoundPlan
 from lightning_gc.local_steps.unequal import Clock, Share, Unequal, WallClock
 
-ROUNDS, MODULE = "local_steps", "module"
-"""Names in checkpoints: of the state of rounds, and of a module that nothing else saves."""
+ROUNDS = "local_steps"
+"""Name of the state of rounds in checkpoints."""
 EQUAL = Unequal(pace="equal", weigh="equal")
 """All workers make all steps, and have equal weights in the mean."""
 LOST_IN_A_ROW = 10
@@ -874,7 +874,7 @@ class MeanDrift:
 
 
 def keep(
-    workers: Workers,
+    parts: CheckpointParts,
     rounds: Sequence[LocalRounds],
     optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
     scaler: Callable[[], Any],
@@ -882,24 +882,24 @@ def keep(
     """Let checkpoints keep these rounds, which go on with the outer momentum of an earlier fit.
 
     Args:
-        workers: of this process.
+        parts: what checkpoints keep of this process's workers.
         rounds: of these workers.
         optimizers: returns the optimizers of the worker that is present.
         scaler: returns the loss scaler, or None.
     """
-    before = workers.common.get(ROUNDS)
-    workers.rounds, workers.common[ROUNDS] = rounds, CommonState(rounds)
+    before = parts.common.get(ROUNDS)
+    parts.rounds, parts.common[ROUNDS] = rounds, CommonState(rounds)
     if before is not None:
         state = before.common_state() | {"since": [], "anchor": {}}
-        workers.common[ROUNDS].load_common_state(state)
+        parts.common[ROUNDS].load_common_state(state)
     for each in rounds:
         each.exchange.optimizers = optimizers
-    alone = rounds[0].in_parts and MODULE not in workers.common
+    alone = rounds[0].in_parts and MODULE not in parts.common
     own = [
         OwnState(each, optimizers, scaler, CommonState([each]) if alone else None)
         for each in rounds
     ]
-    workers.own[ROUNDS] = own
+    parts.own[ROUNDS] = own
     return own
 
 

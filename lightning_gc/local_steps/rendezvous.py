@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import Store
 
 from lightning_gc.core import TEXT, Listed, Record
 from lightning_gc.core.notices import AGAIN, FIRST, say
-from lightning_gc.core.state_structure import INTEGER
+from lightning_gc.core.saved_state import INTEGER
 from lightning_gc.local_steps.channel import (
     Guest,
     HandshakeError,

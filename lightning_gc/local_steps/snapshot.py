@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lightning_gc.core import ANYTHING, TEXT, WHOLE, Each, Leaf, Record
 from lightning_gc.core.digest import digest
-from lightning_gc.core.pytree import Tree, each_tensor
-from lightning_gc.core.state_structure import ERRORS, FLOATS
+from lightning_gc.core.saved_state import ERRORS, FLOATS, Tree, each_tensor
 from lightning_gc.engine import Engine
 from lightning_gc.engine.engine import compressor_state
 from lightning_gc.exchange.workers import Shapes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.core import NUMBER, WHOLE, Flow, Gather, Listed, Optional, Record
-from lightning_gc.core.pytree import Tree
+from lightning_gc.core.saved_state import Tree
 from lightning_gc.core.settings import Settings
 from lightning_gc.local_steps.outer_step import Outer, RadialDirectional
 

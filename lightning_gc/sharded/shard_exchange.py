@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_gc.exchange.peers import ShardParts, broadcast_all, on_all_ranks
@@ -38,11 +39,9 @@ class ShardExchange:
     """Checks the model on all ranks, lets replicas start equal, and listens to FSDP2's units.
 
     Args:
-        model: sharded by FSDP2 over the ranks of ``node``, on all ranks of the default group.
-        workers: engine and parameter names of this rank; ``node`` says which shard it has.
-        node: the group of ranks that have a replica together.
-        between: the group of ranks that have the same shards.
-        columns: global ranks of all such groups.
+        model: sharded by FSDP2 over the ranks of a replica, on all ranks of the default group.
+        workers: engine and parameter names of this rank; ``mesh`` says which shard it has.
+        mesh: of replicas and shards, in this order; further dimensions have one rank.
         device: of the gradients.
         way: ``"HSDP"``, or ``"attach"`` if parameters are on a mesh of replicas and shards.
         bucket_cap_mb: megabytes of this rank's shards from which on a bucket is full.
@@ -65,9 +64,7 @@ class ShardExchange:
         self,
         model: nn.Module,
         workers: ShardedWorkers,
-        node: dist.ProcessGroup,
-        between: dist.ProcessGroup,
-        columns: Sequence[Sequence[int]],
+        mesh: DeviceMesh,
         device: torch.device,
         *,
         way: Way,
@@ -78,6 +75,7 @@ class ShardExchange:
         common: Callable[[], Iterable[Tensor]] | None = None,
         verify: Verify = 0,
     ) -> None:
+        between, node = mesh.get_group(0), mesh.get_group(1)
         here = dist.get_process_group_ranks(node)
         on_all_ranks(partial(refuse_model, model, here, way), device)
         workers.name(model)
@@ -86,7 +84,7 @@ class ShardExchange:
             workers,
             node,
             between,
-            columns,
+            mesh.mesh.flatten(1).t().tolist(),
             device,
             "gradients between replicas",
             agreed={"bucket_cap_mb": repr(bucket_cap_mb), **agreed},

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gc.engine import Engine
 from lightning_gc.engine.error_buffers import Made
-from lightning_gc.exchange.workers import Configuration, Workers
+from lightning_gc.exchange.workers import Configuration, HasWeights, Workers
 from lightning_gc.transports.distributed import own_group
 
 
@@ -55,15 +55,6 @@ class ShardedWorkers(Workers):
         """Return which shard this rank has."""
         return {"shard": self.shard, "shards": self.shards}
 
-    def file_of(self, engine: Engine) -> int:
-        """Return the number of this rank's side file."""
-        return engine.worker * self.shards + self.shard
-
-    @property
-    def files(self) -> int:
-        """How many side files all ranks write."""
-        return self.first.workers * self.shards
-
     def regroup(self, layout: Sequence[Sequence[str]]) -> None:
         """Do nothing: buckets of shards have one layout from the first round on."""
 
@@ -97,7 +88,12 @@ class FSDPWorkers(ShardedWorkers):
     A parameter of shape ``(n, ...)`` counts as ``(W·⌈n/W⌉, ...)``, as FSDP2 pads it. So limits of
     size apply to full parameters, and all ranks decide equally. Private random numbers of ranks
     differ by the worker's index.
+
+    Attributes:
+        gathers: of compressed weights; None: FSDP2's own.
     """
+
+    gathers: HasWeights | None = None
 
     def _engine(self, worker: int, workers: int) -> Engine:
         parts, cuts = self.configuration, {n: self._cut(param) for param, n in self.names.items()}

@@ -19,8 +19,8 @@ from lightning_gc.compressors.base import Codec, Knob, limits_of
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core import Bucket, Each, Flow, Payload
 from lightning_gc.core.registry import make
+from lightning_gc.core.saved_state import FLOATS, NOTHING
 from lightning_gc.core.settings import Settings
-from lightning_gc.core.state_structure import FLOATS, NOTHING
 from lightning_gc.engine.levels import Levels, Requested
 from lightning_gc.sharded.fsdp_units import Unit, UnitNumbers, in_backward
 from lightning_gc.sharded.sharded_workers import stacked

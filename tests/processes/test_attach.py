@@ -32,7 +32,7 @@ from lightning_gc import (
 )
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Accordion, Fixed
-from lightning_gc.core.checksum import checksum, with_checksum
+from lightning_gc.core.saved_state import checksum, with_checksum
 from tests.support.fitting import ddp, digest, fit, unwarned
 from tests.support.processes import run_in_processes
 

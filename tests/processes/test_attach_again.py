@@ -32,8 +32,7 @@ from lightning_gc import (
     attach,
 )
 from lightning_gc.controllers import Accordion, Fixed
-from lightning_gc.core.checksum import NAME as CHECKSUM
-from lightning_gc.core.checksum import checksum, with_checksum
+from lightning_gc.core.saved_state import CHECKSUM, checksum, with_checksum
 from tests.processes.test_attach import Loop, Net, batches
 from tests.support.controlled_workers import Listens
 from tests.support.damaged_leaves import replaced

@@ -23,8 +23,7 @@ from lightning_gc import (
     attach,
 )
 from lightning_gc.controllers import Accordion, Fixed, LayerBudget
-from lightning_gc.core.checksum import NAME as CHECKSUM
-from lightning_gc.core.checksum import with_checksum
+from lightning_gc.core.saved_state import CHECKSUM, with_checksum
 from tests.support.accelerator import BACKEND, DEVICE, needs_four
 from tests.support.hsdp import RANKS, Sharded, batches_of, fit_sharded, hsdp, whole
 from tests.support.hsdp_laws import MINUTE

@@ -15,7 +15,7 @@ from torch import nn
 import lightning_gc
 from lightning_gc import QSGD, ErrorFeedback, PowerSGD, TopK, flavours
 from lightning_gc.controllers import Accordion, Fixed
-from lightning_gc.core.checksum import with_checksum
+from lightning_gc.core.saved_state import with_checksum
 from tests.processes.test_attach import Loop, Net, batches
 from tests.support.fitting import digest, unwarned
 from tests.support.processes import run_in_processes

@@ -53,7 +53,7 @@ def fit_real(rank: int, job: Job, islands: int, skewed: int = -1, **settings: An
     trainer = quiet_trainer(strategy, max_steps=job.steps, devices=devices, callbacks=[sent])
     with unwarned():
         trainer.fit(model, batches(devices))
-    more = {"sent": sent.found, "saves": strategy.local_workers.saves}
+    more = {"sent": sent.found, "saves": strategy.checkpoint_parts.saves}
     return left_in(trainer) | more | {"parameters": [p.tolist() for p in model.parameters()]}
 
 

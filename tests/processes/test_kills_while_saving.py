@@ -19,7 +19,7 @@ import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
 
 from lightning_gc import PerParameter, TopK
-from lightning_gc.core.checksum import checksum
+from lightning_gc.core.saved_state import checksum
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.damage import NAME, Ends, resume, save
 from tests.support.fitting import Crashed, ddp, quiet_trainer

@@ -33,7 +33,7 @@ from lightning_gc import (
     attach,
 )
 from lightning_gc.controllers import RoundSchedule
-from lightning_gc.core.checksum import checksum, with_checksum
+from lightning_gc.core.saved_state import checksum, with_checksum
 from tests.processes.test_local_steps_refused import OPTIMIZERS, Holds
 from tests.support.accelerator import WORKERS
 from tests.support.fitting import arrays, digest, fit, unwarned

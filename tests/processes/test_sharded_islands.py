@@ -31,8 +31,7 @@ from lightning_gc import (
     Unequal,
 )
 from lightning_gc.controllers import Accordion
-from lightning_gc.core.checksum import NAME as CHECKSUM
-from lightning_gc.core.checksum import with_checksum
+from lightning_gc.core.saved_state import CHECKSUM, with_checksum
 from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor, LocalStepsStrategy
 from tests.support.accelerator import BACKEND, DEVICE, needs_four
 from tests.support.fitting import quiet_trainer, unwarned

@@ -113,7 +113,8 @@ def test_a_decision_enters_few_files(walk: Walk, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ControlLoop, "decide", walk.through(ControlLoop.decide))
     with unwarned():
         trainer(2).fit(Plain(), common_batches())
-    assert len(walk.files) <= 26, sorted(walk.files)
+    assert len(walk.files) <= 21, sorted(walk.files)
+    assert walk.calls <= 1600
 
 
 def test_a_restored_checkpoint_enters_few_files(
@@ -131,7 +132,8 @@ def test_a_restored_checkpoint_enters_few_files(
         monkeypatch.setattr(_CheckpointConnector, name, walk.through(before))
     with unwarned():
         trainer(2).fit(Plain(), common_batches(), ckpt_path=path)
-    assert len(walk.files) <= 29, sorted(walk.files)
+    assert len(walk.files) <= 22, sorted(walk.files)
+    assert walk.calls <= 2200
 
 
 def imports_of() -> dict[str, set[str]]:

@@ -15,7 +15,7 @@ import torch
 
 from lightning_gc import LocalMomentum, PerParameter, PowerSGD
 from lightning_gc.controllers import Accordion
-from lightning_gc.core.checksum import checksum, with_checksum
+from lightning_gc.core.saved_state import checksum, with_checksum
 from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor, SimulatedDDPStrategy
 from tests.support.fitting import Crashed, quiet_trainer, unwarned
 from tests.support.models import PlainSGD, common_batches

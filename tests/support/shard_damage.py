@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_gc import QSGD, PerParameter, TopK
 from lightning_gc.controllers import Accordion
-from lightning_gc.core.checksum import checksum
+from lightning_gc.core.saved_state import checksum
 from tests.support.fsdp import fsdp
 from tests.support.hsdp import Sharded, fit_sharded, hsdp
 

@@ -97,7 +97,6 @@ def test_a_state_of_before_a_decision_takes_the_decision_back() -> None:
     first = control.state_dict({})
     decide(control, 0)
     assert control._workers.levels() == {"w": 0.2}
-    control.begin_anew()
     control.load_state_dict(first)
     assert control._workers.levels() == {"w": 0.05}
     assert control.state_dict({}) == first
@@ -111,7 +110,6 @@ def test_it_is_told_until_an_epoch_has_ended() -> None:
     decide(control, 0)
     state = control.state_dict({"a": 1.0, "b": 2.0}, due=["b"])
     CONTROL_STATE.check(state)
-    control.begin_anew()
     control.load_state_dict(state)
     again = control.state_dict({"c": 3.0})  # saved before the next decision
     assert (again["metrics"], again["due"]) == ({"a": 1.0, "b": 2.0, "c": 3.0}, ["b"])

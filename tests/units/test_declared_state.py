@@ -9,7 +9,7 @@ import torch
 from lightning_gc import PowerSGD, SignSGD, TopK, VarianceCriterion
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
-from lightning_gc.core.state_structure import NOTHING, Number, Numbers
+from lightning_gc.core.saved_state import NOTHING, Number, Numbers
 from lightning_gc.engine.engine import compressor_state
 from lightning_gc.engine.levels import RequestedLevels
 from lightning_gc.testing import Lockstep

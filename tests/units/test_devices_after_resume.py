@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_gc import PowerSGD, StepAhead, TopK
 from lightning_gc.checkpoint import memory_store
-from lightning_gc.checkpoint.worker_state import WorkerState, apply, configuration_of, shared_state
+from lightning_gc.checkpoint.worker_state import CheckpointParts, WorkerState
 from lightning_gc.control.control_loop import ControlLoop
 from lightning_gc.control.probes import gradient_moments
 from lightning_gc.controllers import EstimatedThreshold
@@ -43,6 +43,7 @@ class Resumed:
         self.controller = EstimatedThreshold(0.01)
         self.control = ControlLoop(self.controller, self.workers)
         self.control.attach()
+        self.parts = CheckpointParts(self.workers, self.control)
         self.epoch = self.control.statistics[0].epoch
         statistics = self.control.statistics[0].own_state()
         statistics["observer"] |= {"sums": {"w": torch.ones(SHAPE)}, "squares": 2.0, "first": 0}
@@ -57,17 +58,16 @@ class Resumed:
         self.own = {"memory": self.engine_state["memory"], "controller": statistics}
 
     def by_strategy(self) -> None:
-        shared = shared_state(self.workers, self.control) | {"step": 3, "layout": [["w"]]}
+        shared = self.parts.shared_state() | {"step": 3, "layout": [["w"]]}
         own = ({"compressor": self.engine_state["compressor"]},)
-        apply(self.workers, self.control, [WorkerState(shared, self.own, own)], CUDA)
+        self.parts.apply([WorkerState(shared, self.own, own)], CUDA)
 
     def by_attach(self) -> None:
         loop = self.control.state_dict({})
-        named = configuration_of(self.workers, self.control)["controller"]
+        named = self.parts.configuration["controller"]
         control = {"controller": named, "loop": loop, "worker": self.own["controller"]}
         saved = {"engine": self.engine_state, "levels": None, "layout": [["w"]], "control": control}
-        state = memory_store.of_worker(saved, self.workers, self.control)
-        apply(self.workers, self.control, [state], CUDA)
+        self.parts.apply([memory_store.of_worker(saved, self.parts)], CUDA)
 
 
 WAYS = pytest.mark.parametrize("way", [Resumed.by_strategy, Resumed.by_attach])

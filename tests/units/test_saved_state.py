@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc.core.checksum import check_checksum, checksum, with_checksum
-from lightning_gc.core.state_structure import (
+from lightning_gc.core.saved_state import (
     ANYTHING,
     COUNT,
     ERRORS,
@@ -26,6 +25,9 @@ from lightning_gc.core.state_structure import (
     Plain,
     Record,
     Structure,
+    check_checksum,
+    checksum,
+    with_checksum,
 )
 from lightning_gc.exchange.peers import all_or_raise, explaining
 

@@ -34,7 +34,7 @@ from lightning_gc.core import (
     payload_validation,
     together,
 )
-from lightning_gc.core.state_structure import NOTHING
+from lightning_gc.core.saved_state import NOTHING
 from lightning_gc.kernels.dispatch import used_here
 
 RANK = Traits(

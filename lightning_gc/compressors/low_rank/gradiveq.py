@@ -24,7 +24,7 @@ from lightning_gc.core import (
     Structure,
     Wire,
 )
-from lightning_gc.core.state_structure import OneOf
+from lightning_gc.core.saved_state import OneOf
 from lightning_gc.kernels.dispatch import used_here
 
 _SENDABLE = 2.0**-16  # as of ``LowRank``

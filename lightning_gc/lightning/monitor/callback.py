@@ -178,7 +178,7 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         first = self._sums[0]
         # Lightning loads a checkpoint's totals before the number of workers is known.
         self._sums += [Sums(replace(first.total)) for _ in engines[len(self._sums) :]]
-        trainer.strategy.local_workers.kept["monitor"] = self._sums
+        trainer.strategy.checkpoint_parts.kept["monitor"] = self._sums
         if not trainer.loggers and trainer.is_global_zero:
             warnings.warn(
                 "CompressionMonitor has no logger to write to, so its totals are in "
@@ -256,7 +256,7 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
             # One step's seconds vary too much for a share.
             figures |= shares(total.since(self._before).averages(engine.workers, network))
             self._before = replace(total)
-            figures |= self._levels(trainer) | trainer.strategy.figures()
+            figures |= levels_of(trainer.strategy) | trainer.strategy.figures()
             figures = {PREFIX + name: value for name, value in figures.items()}
             self._write(trainer, figures | grand_totals(total), self._index)
             self._show(trainer)
@@ -265,24 +265,15 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         """Average the epoch over workers in one message and log it."""
         engines, _ = parts(trainer)
         self._take_time()
-        numbers = torch.tensor(
-            [s.packed() for s in self._sums], dtype=torch.float64, device="cpu"
-        ).mean(0)
-        epoch, total = self._mean(trainer, numbers).tolist()
+        packed = [sums.packed() for sums in self._sums]
+        epoch, total = mean_of(trainer.strategy, packed, torch.float64)
         averages = Totals(*epoch).averages(engines[0].workers, trainer.strategy.network)
-        averages |= self._levels(trainer)
-        self._warn_of_bytes(trainer, Totals(*epoch))
+        averages |= levels_of(trainer.strategy)
+        if not self._judged:
+            self._judged = True
+            warn_of_bytes(trainer, Totals(*epoch))
         figures = {EPOCH + name: value for name, value in averages.items()}
-        figures |= grand_totals(Totals(*total))
-        collected = [e.statistics.epoch for e in engines]
-        watched = [epoch for epoch in collected if epoch is not None and epoch.errors]
-        if watched:
-            own = [[each.total_error, each.total_error_update] for each in watched]
-            # In float32: beyond that, they depend on the order in which buckets were added.
-            both = self._mean(
-                trainer, torch.tensor(own, dtype=torch.float32, device="cpu").mean(0)
-            ).tolist()
-            figures[PREFIX + "total_error"], figures[PREFIX + "total_error_update"] = both
+        figures |= grand_totals(Totals(*total)) | total_errors(trainer.strategy)
         self._write(trainer, figures, self._index)
         self._show(trainer)
         self._dashboard.score("training", self._index)
@@ -300,7 +291,8 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
             self._dashboard.draw(last=True)
             # Lightning's own logger: it has a handler, and who silences Lightning silences this.
             logger = logging.getLogger(package_of(type(self)))
-            logger.info(f"{self._line(trainer)} {where(trainer.loggers)}")
+            line = line_of(trainer.strategy, self._sums[0].total)
+            logger.info(f"{line} {where(trainer.loggers)}")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave a summary of the run so far."""
@@ -310,18 +302,6 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         with contextlib.suppress(OSError, RuntimeError):
             self._describe(trainer, f"stopped by {type(exception).__name__}")
 
-    def _line(self, trainer: Any) -> str:
-        """Return what worker 0 has sent so far and what it cost."""
-        total, strategy = self._sums[0].total, trainer.strategy
-        engine, method = strategy.engine, str(strategy.compressor)
-        if strategy.control_loop is not None:
-            method += f" with {type(strategy.controller).__name__}"
-        if engine.tally.local_steps:
-            method += f" in {engine.step} exchanges"
-        network = strategy.network
-        averages = total.averages(engine.workers, network)
-        return summary(method, total, averages, network, engine.workers)
-
     def _show(self, trainer: Any) -> None:
         """Bring TensorBoard's pages up to date. All ranks come here: Lightning may reduce."""
         self._dashboard.see(trainer.logged_metrics)
@@ -330,20 +310,11 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
             self._describe(trainer, "in training")
 
     def _describe(self, trainer: Any, state: str) -> None:
-        steps = self._sums[0].total.steps
-        if steps and self._dashboard.used:
-            state = f"{state} after {steps:,.0f} steps"
-            self._dashboard.describe(self._line(trainer), steps, state, self._index)
-
-    def _warn_of_bytes(self, trainer: Any, epoch: Totals) -> None:
-        """Warn, after the first epoch only, if plain DDP would send less."""
-        if self._judged:
-            return
-        self._judged, strategy = True, trainer.strategy
-        controlled = strategy.control_loop is not None
-        said = more_than_plain(epoch, strategy.engine, controlled=controlled)
-        if said and trainer.is_global_zero:
-            warnings.warn(said, stacklevel=2)
+        total = self._sums[0].total
+        if total.steps and self._dashboard.used:
+            state = f"{state} after {total.steps:,.0f} steps"
+            line = line_of(trainer.strategy, total)
+            self._dashboard.describe(line, total.steps, state, self._index)
 
     def state_dict(self) -> dict[str, Any]:
         """Return worker 0's totals: Lightning saves only these, the strategy all workers'."""
@@ -358,15 +329,6 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         spent, steps = self._clock.take()
         for sums in self._sums:
             sums.clock(spent, steps)
-
-    def _levels(self, trainer: Any) -> dict[str, float]:
-        engine, strategy = trainer.strategy.engine, trainer.strategy
-        weights = level_figures(strategy.weight_levels())
-        if strategy.control_loop is not None:
-            named = {f"weight_{name}": value for name, value in weights.items()}
-            return level_figures(strategy.levels()) | named
-        levels = {"level": engine.compressor.level, "weight_level": weights.get("level")}
-        return {name: level for name, level in levels.items() if level is not None}
 
     def _write_decision(self, trainer: Any) -> None:
         """Log a new decision: its figures for all loggers, reason and levels for TensorBoard."""
@@ -383,12 +345,6 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
             levels, weights = trainer.strategy.levels(), trainer.strategy.weight_levels()
             levels |= {f"{name}, gathered": level for name, level in weights.items()}
             self._dashboard.decide(control.decision, levels, self._index)
-
-    @staticmethod
-    def _mean(trainer: Any, numbers: torch.Tensor) -> torch.Tensor:
-        there = numbers.to(trainer.strategy.root_device)
-        mean: torch.Tensor = trainer.strategy.reduce(there, reduce_op="mean")
-        return mean
 
     def _write(self, trainer: Any, figures: dict[str, float], step: int) -> None:
         self._dashboard.wrote(figures)
@@ -424,6 +380,54 @@ def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
             f"CompressedDDPStrategy(Identity()) equals plain DDP."
         )
     return engines, recordings
+
+
+def mean_of(strategy: Any, rows: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """Return the mean over workers, in one message; one row per worker of this process."""
+    own = torch.tensor(rows, dtype=dtype, device="cpu").mean(0)
+    mean: list[Any] = strategy.reduce(own.to(strategy.root_device), reduce_op="mean").tolist()
+    return mean
+
+
+def total_errors(strategy: Any) -> dict[str, float]:
+    """Return the total errors so far by metric name, where a controller needs them."""
+    collected = [engine.statistics.epoch for engine in strategy.engines]
+    watched = [epoch for epoch in collected if epoch is not None and epoch.errors]
+    if not watched:
+        return {}
+    own = [[each.total_error, each.total_error_update] for each in watched]
+    # In float32: beyond that, they depend on the order in which buckets were added.
+    names = PREFIX + "total_error", PREFIX + "total_error_update"
+    return dict(zip(names, mean_of(strategy, own, torch.float32), strict=True))
+
+
+def warn_of_bytes(trainer: Any, epoch: Totals) -> None:
+    """Warn if plain DDP would have sent less in an epoch."""
+    controlled = trainer.strategy.control_loop is not None
+    said = more_than_plain(epoch, trainer.strategy.engine, controlled=controlled)
+    if said and trainer.is_global_zero:
+        warnings.warn(said, stacklevel=2)
+
+
+def line_of(strategy: Any, total: Totals) -> str:
+    """Return what a worker has sent so far and what it cost."""
+    engine, method, network = strategy.engine, str(strategy.compressor), strategy.network
+    if strategy.control_loop is not None:
+        method += f" with {type(strategy.controller).__name__}"
+    if engine.tally.local_steps:
+        method += f" in {engine.step} exchanges"
+    averages = total.averages(engine.workers, network)
+    return summary(method, total, averages, network, engine.workers)
+
+
+def levels_of(strategy: Any) -> dict[str, float]:
+    """Return the levels in force by metric name."""
+    weights = level_figures(strategy.weight_levels())
+    if strategy.control_loop is not None:
+        named = {f"weight_{name}": value for name, value in weights.items()}
+        return level_figures(strategy.levels()) | named
+    levels = {"level": strategy.engine.compressor.level, "weight_level": weights.get("level")}
+    return {name: level for name, level in levels.items() if level is not None}
 
 
 def level_figures(levels: Mapping[str, float | None]) -> dict[str, float]:

@@ -25,53 +25,24 @@ from lightning_gc.transports.network_model import NetworkModel
 
 
 @dataclass
-class Totals:
-    """Sums over steps.
-
-    Seconds of phases are summed over ``timed_steps``, errors over ``observed_steps``, seconds of
-    whole steps over ``clocked_steps``.
-    """
+class Traffic:
+    """Sums over steps of bytes and elements."""
 
     steps: float = 0
     wire_bytes: float = 0
     dense_bytes: float = 0
-    elements: float = 0
-    sent: float = 0
-    payload_bytes: float = 0
-    compress_seconds: float = 0
-    communicate_seconds: float = 0
-    decode_seconds: float = 0
-    timed_steps: float = 0
-    relative_error: float = 0
-    error_norm: float = 0
-    observed_steps: float = 0
+    node_bytes: float = 0
+    weight_bytes: float = 0  # of wire_bytes: gathers of weights
     message_bytes: float = 0
-    compute_seconds: float = 0
-    whole: float = 0  # elements sent whole, besides those given to codecs
     encoded_bytes: float = 0  # of gradients once encoded, whether or not they are sent
     gradient_bytes: float = 0  # of the same gradients before
-    node_bytes: float = 0
-    step_seconds: float = 0
-    clocked_steps: float = 0
-    weight_bytes: float = 0  # of wire_bytes: gathers of weights
+    payload_bytes: float = 0
+    elements: float = 0
+    sent: float = 0
+    whole: float = 0  # elements sent whole, besides those given to codecs
 
-    def add(self, other: Totals) -> None:
-        """Add another sum to this one."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-
-    def since(self, earlier: Totals) -> Totals:
-        """Return what has been added since this was ``earlier``."""
-        return Totals(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
-
-    def averages(self, workers: int, network: NetworkModel | None = None) -> dict[str, float]:
-        """Return means per step by metric name, without those not measured.
-
-        Args:
-            workers: W.
-            network: model that estimates the communication of simulated workers; its
-                ``schedule`` does not matter. None: measured.
-        """
+    def traffic(self) -> dict[str, float]:
+        """Return means per step by metric name, without those not measured."""
         steps = max(self.steps, 1)
         figures = {
             "wire_bytes": self.wire_bytes / steps,
@@ -90,6 +61,46 @@ class Totals:
         if self.elements:
             figures["compressed_density"] = self.sent / self.elements
             figures["bits_per_element"] = 8 * self.payload_bytes / self.elements
+        return figures
+
+
+@dataclass
+class Totals(Traffic):
+    """Sums over steps of bytes, elements, seconds and errors.
+
+    Seconds of phases are summed over ``timed_steps``, errors over ``observed_steps``, seconds of
+    whole steps over ``clocked_steps``.
+    """
+
+    compute_seconds: float = 0
+    compress_seconds: float = 0
+    communicate_seconds: float = 0
+    decode_seconds: float = 0
+    timed_steps: float = 0
+    step_seconds: float = 0
+    clocked_steps: float = 0
+    relative_error: float = 0
+    error_norm: float = 0
+    observed_steps: float = 0
+
+    def add(self, other: Totals) -> None:
+        """Add another sum to this one."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def since(self, earlier: Totals) -> Totals:
+        """Return what has been added since this was ``earlier``."""
+        return Totals(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+    def averages(self, workers: int, network: NetworkModel | None = None) -> dict[str, float]:
+        """Return means per step by metric name, without those not measured.
+
+        Args:
+            workers: W.
+            network: model that estimates the communication of simulated workers; its
+                ``schedule`` does not matter. None: measured.
+        """
+        figures = self.traffic()
         if self.timed_steps:
             real, simulated = (COMPRESS, COMMUNICATE, DECODE), (COMPUTE, COMPRESS, DECODE)
             for phase in real if network is None else simulated:
@@ -98,8 +109,9 @@ class Totals:
         if self.clocked_steps and network is None:  # simulated workers take turns
             figures["step_seconds"] = self.step_seconds / self.clocked_steps
         if network is not None:
-            per_step = self.message_bytes / steps, self.wire_bytes / steps
-            figures["communication_seconds_estimated"] = network.seconds(workers, *per_step)
+            message = self.message_bytes / max(self.steps, 1)
+            seconds = network.seconds(workers, message, figures["wire_bytes"])
+            figures["communication_seconds_estimated"] = seconds
         if self.observed_steps:
             figures["relative_error"] = self.relative_error / self.observed_steps
             figures["error_norm"] = self.error_norm / self.observed_steps

@@ -16,7 +16,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Flow
-from lightning_gc.core.pytree import each_tensor
+from lightning_gc.core.saved_state import each_tensor
 from lightning_gc.core.settings import parted, takes_fields
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers

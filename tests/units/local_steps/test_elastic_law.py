@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_gc import QSGD, EFSignSGD, ErrorFeedback, PowerSGD, TopK
 from lightning_gc.core.flow import resume
-from lightning_gc.core.pytree import each_tensor
+from lightning_gc.core.saved_state import each_tensor
 from lightning_gc.engine import Engine
 from lightning_gc.transports.simulated import Simulated
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gc.local_steps import elastic
+from lightning_gc.local_steps import Elastic, elastic
 from lightning_gc.local_steps.channel import HandshakeError, Seal
 from lightning_gc.local_steps.elastic import Inheritance, snapshot_and_place
 from lightning_gc.local_steps.rendezvous import host_and_port
@@ -154,7 +154,7 @@ def test_a_snapshot_is_taken_after_an_attempt_that_nobody_judged(
     monkeypatch.setattr(elastic, "place_of", lambda ask: place)
     monkeypatch.setattr(elastic, "load_snapshot", lambda *_, **__: None)
     workers: Any = mock.MagicMock(names={})
-    membership: Any = mock.MagicMock(island=ALONE, elastic=elastic.Elastic("host:1"))
+    membership: Any = mock.MagicMock(island=ALONE, elastic=Elastic("host:1"))
     inheritance = Inheritance(workers, torch.device("cpu"), membership)
     inheritance.place = elastic._Place(mock.MagicMock(), mock.MagicMock(), 0, True, False)
     inheritance.hold()

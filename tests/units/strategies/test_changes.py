@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_gc.checkpoint.worker_state import WorkerState, changes
-from lightning_gc.core.pytree import average, each_tensor, reduced
+from lightning_gc.core.saved_state import average, each_tensor, reduced
 
 SAME = {"compressor": "TopK(density=0.1)", "memory": "ErrorFeedback()", "controller": "None"}
 SHAPES: dict[str, tuple[int, ...]] = {"a": (2, 3), "b": (4,)}

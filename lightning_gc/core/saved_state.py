@@ -1,15 +1,141 @@
-"""Declare the structure of saved state; loading refuses other values and names their place."""
+"""Saved state: nested dicts of tensors and plain values; map, average, hash and check them.
+
+Each class declares the structure of its saved state next to the code that returns it. Loading
+refuses other values and names their place.
+"""
 
 from __future__ import annotations
 
 import abc
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+Tree = dict[str, Any]
+
+
+def average(trees: Sequence[Tree]) -> Tree:
+    """Return the mean of trees of the same structure; a leaf missing from a tree counts as zero.
+
+    A new number of workers can all start with the mean of the old errors. The mean error over
+    workers stays the same, so no gradient is lost.
+    """
+    return _merge(trees, 1 / len(trees))
+
+
+def _merge(trees: Sequence[Tree], share: float) -> Tree:
+    merged: Tree = {}
+    for name in dict.fromkeys(name for tree in trees for name in tree):
+        leaves = [tree[name] for tree in trees if name in tree]
+        if isinstance(leaves[0], dict):
+            merged[name] = _merge(leaves, share)
+        elif isinstance(leaves[0], Tensor):
+            total = leaves[0].float() * share
+            for leaf in leaves[1:]:
+                total.add_(leaf.float(), alpha=share)
+            merged[name] = total
+        else:
+            merged[name] = sum(leaf * share for leaf in leaves)
+    return merged
+
+
+def each_tensor(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
+    """Return a copy with ``change`` applied to every tensor."""
+    return _each_leaf(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def reduced(tree: Tree, mean: Callable[[Tensor], Tensor]) -> Tree:
+    """Return the mean of all workers' trees of the same structure, by the collective ``mean``."""
+
+    def mean_of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return mean(leaf.float())
+        return float(mean(torch.tensor(float(leaf), dtype=torch.float64, device="cpu")))
+
+    return _each_leaf(tree, mean_of)
+
+
+def _each_leaf(tree: Tree, change: Callable[[Any], Any]) -> Tree:
+    return {
+        name: _each_leaf(leaf, change) if isinstance(leaf, dict) else change(leaf)
+        for name, leaf in tree.items()
+    }
+
+
+CHECKSUM = "sha256"
+"""Name of a state's checksum in it: over names and values, not over a file's encoding."""
+
+
+class _Hash(Protocol):
+    def update(self, data: Any, /) -> None: ...
+
+
+def checksum(value: Any) -> str:
+    """Return the SHA-256 of nested dicts and lists of tensors, numbers, texts and None.
+
+    The order of a dict's names does not matter. Shapes, dtypes and every bit of a tensor do.
+
+    Raises:
+        ValueError: a value of another type, which a checkpoint could hold only as pickled code.
+
+    Example:
+        >>> checksum({"a": 1, "b": [2.0]}) == checksum({"b": [2.0], "a": 1})
+        True
+        >>> checksum({"a": 1}) == checksum({"a": 1.0})
+        False
+    """
+    digest = hashlib.sha256()
+    _add(digest, value)
+    return digest.hexdigest()
+
+
+def with_checksum(state: Tree) -> Tree:
+    """Return a copy of ``state`` with its checksum under ``"sha256"``."""
+    return state | {CHECKSUM: checksum(state)}
+
+
+def check_checksum(state: Mapping[str, Any]) -> None:
+    """Raise ValueError if a state made by ``with_checksum`` has changed."""
+    content = {name: value for name, value in state.items() if name != CHECKSUM}
+    if state.get(CHECKSUM) != checksum(content):
+        raise ValueError("its content does not have the checksum that it was saved with")
+
+
+def _add(digest: _Hash, value: Any) -> None:
+    """Hash a value after its kind and length, so that different values give different bytes."""
+    if isinstance(value, dict):
+        digest.update(f"dict {len(value)};".encode())
+        for name in sorted(value, key=repr):
+            _add(digest, name)
+            _add(digest, value[name])
+    elif isinstance(value, list | tuple):
+        digest.update(f"list {len(value)};".encode())
+        for each in value:
+            _add(digest, each)
+    elif isinstance(value, Tensor):
+        digest.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
+        digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    elif value is None or isinstance(value, bool | int | float | str):
+        text = _as_plain(value).encode()
+        digest.update(f"{len(text)};".encode() + text)
+    else:
+        raise ValueError(
+            f"State can hold tensors, numbers, texts, lists and dicts only, but it has {value!r} "
+            f"of {type(value).__name__}; keep it as one of these."
+        )
+
+
+def _as_plain(value: bool | int | float | str | None) -> str:
+    # A file returns subclasses, such as NumPy's numbers, as the plain type.
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return f"{kind.__name__} {kind(value)!r}"
+    return "None"
 
 
 class Structure(abc.ABC):

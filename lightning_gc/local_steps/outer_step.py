@@ -1,0 +1,141 @@
+"""OuterSGD and RadialDirectional: the step of the common weights after an exchange."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from lightning_gc.core.settings import Settings
+
+
+@dataclass(frozen=True)
+class OuterSGD(Settings):
+    """SGD on the common weights θ, with the mean Δ̄ over workers of "θ minus own weights".
+
+    ``v ← μ·v + Δ̄``, then ``θ ← θ − η·v``, or with ``nesterov`` ``θ ← θ − η·(Δ̄ + μ·v)``, as
+    ``torch.optim.SGD`` does. The default, η = 1 and μ = 0, averages the workers' weights (local
+    SGD). Momentum costs one float32 per parameter, the same on all workers.
+
+    Args:
+        lr: η, above 0, constant. Above 1 goes beyond the mean of the weights, below 1 stays behind.
+        momentum: μ, in [0, 1). Higher averages over more rounds; needs hundreds of them.
+        nesterov: Nesterov momentum.
+
+    Raises:
+        ValueError: a value outside these ranges, ``nesterov`` without momentum.
+
+    Example:
+        >>> import torch
+        >>> from lightning_gc import OuterSGD
+        >>> weights = torch.tensor([1.0, 2.0])
+        >>> OuterSGD().step(weights, None, torch.tensor([0.5, -0.5]))
+        >>> weights
+        tensor([0.5000, 2.5000])
+        >>> OuterSGD.diloco()
+        OuterSGD(lr=0.7, momentum=0.9, nesterov=True)
+
+    Reference:
+        Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+        Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < math.inf:
+            raise ValueError(
+                f"OuterSGD(lr={self.lr!r}): the outer learning rate must be above 0; use 1.0, "
+                f"which averages the workers' weights."
+            )
+        if not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"OuterSGD(momentum={self.momentum!r}): it must be in [0, 1); use 0.9, or 0.0 for "
+                f"none."
+            )
+        if self.nesterov and not self.momentum:
+            raise ValueError(
+                "OuterSGD(nesterov=True) needs momentum; use OuterSGD.diloco(), or nesterov=False."
+            )
+
+    @classmethod
+    def diloco(cls) -> OuterSGD:
+        """Return DiLoCo's settings."""
+        return cls(lr=0.7, momentum=0.9, nesterov=True)
+
+    def step(self, weights: Tensor, velocity: Tensor | None, mean: Tensor) -> None:
+        """Make one step.
+
+        Products are rounded before they are added: whether they are fused depends on a device's
+        instructions, and on an element's place, and all workers must get the same bits.
+
+        Args:
+            weights: θ, changed in place.
+            velocity: v, changed in place; None without momentum.
+            mean: Δ̄, left as it is.
+        """
+        update = mean
+        if velocity is not None:
+            velocity.mul_(self.momentum).add_(mean)
+            update = (velocity * self.momentum).add_(mean) if self.nesterov else velocity
+        weights.sub_(update * self.lr)
+
+
+@dataclass(frozen=True)
+class RadialDirectional(Settings):
+    """Average norms and directions of the workers' distances separately, then step as ``sgd`` does.
+
+    ``Δ̄ = N·φ(Σ_i w_i·φ(Δ_i)/Σ_i w_i)``, ``N = Σ_i w_i·‖Δ_i‖/Σ_i w_i``, ``φ(x) = x/max(‖x‖, 1e-12)``
+
+    for each tensor; the weights of ``nn.Embedding`` get the plain mean. w_i are the weights of
+    ``Unequal``, by default 1. Distances of workers that disagree cancel in a mean, so that it is
+    shorter than each; here the step keeps their mean length.
+
+    Each worker compresses ``w_i·W/Σ_j w_j·φ(Δ_i)``, so its error is in units of directions. Law:
+    directions are conserved. The mean that arrives is lengthened to N, so a sparse one would be
+    stretched; sparsifiers are refused.
+
+    Args:
+        sgd: the step with Δ̄.
+
+    Communication pattern:
+        A gather of 4 bytes for each worker and tensor before the exchange.
+
+    Example:
+        >>> from lightning_gc import OuterSGD, RadialDirectional
+        >>> RadialDirectional(OuterSGD.diloco()).momentum
+        0.9
+
+    Reference:
+        Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training", 2026.
+    """
+
+    sgd: OuterSGD = OuterSGD()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sgd, OuterSGD):
+            raise ValueError(
+                f"RadialDirectional(sgd={self.sgd!r}): give an instance, such as OuterSGD()."
+            )
+
+    @property
+    def lr(self) -> float:
+        """η of ``sgd``."""
+        return self.sgd.lr
+
+    @property
+    def momentum(self) -> float:
+        """μ of ``sgd``."""
+        return self.sgd.momentum
+
+    def step(self, weights: Tensor, velocity: Tensor | None, mean: Tensor) -> None:
+        """Make one step with Δ̄, as ``OuterSGD.step`` does."""
+        self.sgd.step(weights, velocity, mean)
+
+
+Outer: TypeAlias = OuterSGD | RadialDirectional
+"""Steps of the common weights."""
