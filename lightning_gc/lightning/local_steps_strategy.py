@@ -639,7 +639,7 @@ class LocalSteps(LocalHooks, RealWorker):
         return self._form.complete(super().lightning_module_state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._form.load(super().load_model_state_dict, checkpoint, strict)
+        self._form.load_weights(super().load_model_state_dict, checkpoint, strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         state: dict[str, Any] = self._form.optimizer_state(super().optimizer_state, optimizer)
@@ -704,7 +704,9 @@ class WholeModule:
         """Return the module's state as a checkpoint has it."""
         return state
 
-    def load(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
+    def load_weights(
+        self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool
+    ) -> None:
         """Load the module's weights; ``own`` is Lightning's way."""
         own(checkpoint, strict)
 
@@ -770,7 +772,9 @@ class ShardedModule(WholeModule):
                 del state[name]
         return state
 
-    def load(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
+    def load_weights(
+        self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool
+    ) -> None:
         options = StateDictOptions(full_state_dict=True, strict=strict)
         set_model_state_dict(self._module, checkpoint["state_dict"], options=options)
 
