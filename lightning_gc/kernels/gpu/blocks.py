@@ -23,20 +23,18 @@ from lightning_gc.kernels.blocks import RANGE, BlockCode, Book
 from lightning_gc.kernels.gpu import sparse
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
 from lightning_gc.kernels.gpu.levels import load_codes, store_codes
-from lightning_gc.kernels.gpu.segments import arrived, compensated, flags_of, sample
+from lightning_gc.kernels.gpu.segments import compensated, flags_of, sample
 from lightning_gc.kernels.gpu.shards import (
-    BEGIN,
     BLOCKS,
     CODES,
-    NUMEL,
-    PLACE,
     SHARD,
     Tiles,
     arrivals,
     attempt_shards,
     cell,
     field_at,
-    place_of,
+    flagged,
+    is_idle,
     source,
     target,
     tile_of,
@@ -187,12 +185,10 @@ def round_blocks(
     tile = tl.program_id(0)
     if tile < messages:
         end_message(flag, sent_flag, padding + tile.to(tl.int64) * codes_apart, length)
-    part, local = tile_of(tiles, count, tile)
-    start, present = place_of(parts, number, part, MEAN)
-    numel = cell(parts, number, part, NUMEL)
+    part, local, start, present, numel = tile_of(tiles, count, parts, number, tile, MEAN)
     idle = part < 0
     if GUARDED:
-        idle = tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0
+        idle = is_idle(peaks, parts, number, part)
     SIZE: tl.constexpr = 1 << LEVELS
     row = tl.arange(0, TILE // SIZE)
     at = local + row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]  # (rows, SIZE)
@@ -260,9 +256,9 @@ def average_blocks(
     """Write a tile of the mean of ``workers`` payloads; the second index is the first payload's."""
     sender = tl.program_id(1)
     out += sender.to(tl.int64) * out_apart
-    part, local = tile_of(tiles, count, tl.program_id(0))
-    start, present = place_of(parts, number, part, MEAN)
-    numel = cell(parts, number, part, NUMEL)
+    part, local, start, present, numel = tile_of(
+        tiles, count, parts, number, tl.program_id(0), MEAN
+    )
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
@@ -290,9 +286,7 @@ def average_blocks(
         own += numbers_apart
         arrival += 1
     here = start + at
-    if senders > 0:
-        begin = cell(parts, number, part, BEGIN)
-        total = tl.where(here == begin, total + arrived(flags, flags_apart, senders), total)
+    total = flagged(total, here, flags, flags_apart, senders, parts, number, part)
     tl.store(out + here, total, mask=at < present)
 
 

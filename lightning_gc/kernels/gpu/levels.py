@@ -14,20 +14,18 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Packed
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import arrived, compensated, flags_of, sample
+from lightning_gc.kernels.gpu.segments import compensated, flags_of, sample
 from lightning_gc.kernels.gpu.shards import (
-    BEGIN,
     BLOCKS,
     CODES,
-    NUMEL,
-    PLACE,
     SHARD,
     Tiles,
     arrivals,
     attempt_shards,
     cell,
     field_at,
-    place_of,
+    flagged,
+    is_idle,
     source,
     target,
     tile_of,
@@ -238,13 +236,12 @@ def raise_peaks(
     TILE: tl.constexpr,
 ):
     """Raise ``most`` of each block to the bits of its largest magnitude."""
-    part, local = tile_of(tiles, count, tl.program_id(0))
-    start, there = place_of(parts, number, part, MEAN)
+    part, local, start, there, _ = tile_of(tiles, count, parts, number, tl.program_id(0), MEAN)
     at = local + tl.arange(0, TILE)
     inside = at < there
     found = magnitude_bits(compensated(buffer, grad, start + at, inside, decay, gain, ADD))
     if ADD:
-        found = tl.where(tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0, 0, found)  # idle
+        found = tl.where(is_idle(peaks, parts, number, part), 0, found)
     first = local // block_size
     most += field_at(parts, number, part, BLOCKS, most_apart)
     if LARGE:  # a tile has elements of two blocks at most
@@ -297,16 +294,14 @@ def round_tiles(
     tile = tl.program_id(0)
     if tile < messages:
         end_message(flag, sent_flag, padding + tile.to(tl.int64) * codes_apart, length)
-    part, local = tile_of(tiles, count, tile)
-    start, there = place_of(parts, number, part, MEAN)
-    numel = cell(parts, number, part, NUMEL)
+    part, local, start, there, numel = tile_of(tiles, count, parts, number, tile, MEAN)
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
     whole = compensated(buffer, grad, start + at, at < there, decay, gain, ADD)
     x = whole
     if ADD:
-        idle = tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0
+        idle = is_idle(peaks, parts, number, part)
         x = tl.where(idle, 0.0, whole)
     norms += field_at(parts, number, part, BLOCKS, codes_apart // 4)
     if BLOCK > 0:
@@ -381,10 +376,7 @@ def average_tiles(
     TILE: tl.constexpr,
 ):
     """Write a tile of the mean, and add the flags to the first element of its parameter."""
-    part, local = tile_of(tiles, count, tl.program_id(0))
-    begin = cell(parts, number, part, BEGIN)
-    start, there = place_of(parts, number, part, MEAN)
-    numel = cell(parts, number, part, NUMEL)
+    part, local, start, there, numel = tile_of(tiles, count, parts, number, tl.program_id(0), MEAN)
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
@@ -394,8 +386,7 @@ def average_tiles(
         codes, codes_apart, norms, norms_apart, workers, share, groups, at, numel, block_size, BITS
     )
     here = start + at
-    if senders > 0:
-        total = tl.where(here == begin, total + arrived(flags, flags_apart, senders), total)
+    total = flagged(total, here, flags, flags_apart, senders, parts, number, part)
     tl.store(out + here, total, mask=at < there)
 
 

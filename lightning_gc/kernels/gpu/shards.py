@@ -13,17 +13,11 @@ from torch import Tensor
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Packed, evenly, joined
-from lightning_gc.kernels.gpu.segments import given, sample
+from lightning_gc.kernels.gpu.segments import arrived, given, sample
 from lightning_gc.kernels.shards import Layout, Row, ShardTable
 
 PLACE, BEGIN, START, STOP, NUMEL, CODES, BLOCKS, SHARD, IN_ROW = map(tl.constexpr, range(9))
 """Rows of ``Tiles.parts``: the fields of ``kernels.shards.Row``."""
-
-
-@triton.jit
-def tile_of(tiles, count, tile):
-    """Return a tile's column of ``Tiles.parts``, and its first element in the shard."""
-    return tl.load(tiles + tile), tl.load(tiles + count + tile)
 
 
 @triton.jit
@@ -40,14 +34,35 @@ def field_at(parts, number, part, ROW: tl.constexpr, apart):
 
 
 @triton.jit
-def place_of(parts, number, part, MEAN: tl.constexpr):
-    """Return a part's first element and how many there are: in the bucket, or in a shard's mean."""
+def tile_of(tiles, count, parts, number, tile, MEAN: tl.constexpr):
+    """Return where a tile is: its part, its first element in the part, and the part's place.
+
+    The place is the part's first element, in the bucket or in a shard's mean, how many elements
+    are there, and how many are encoded.
+    """
+    part, local = tl.load(tiles + tile), tl.load(tiles + count + tile)
+    numel = cell(parts, number, part, NUMEL)
     if MEAN:
-        start, there = cell(parts, number, part, IN_ROW), cell(parts, number, part, NUMEL)
+        start, there = cell(parts, number, part, IN_ROW), numel
     else:
         start = cell(parts, number, part, START)
         there = cell(parts, number, part, STOP) - start
-    return start, there
+    return part, local, start, there, numel
+
+
+@triton.jit
+def is_idle(peaks, parts, number, part):
+    """Return whether zeros are sent for a part, because its gradient is zero."""
+    return tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0
+
+
+@triton.jit
+def flagged(total, here, flags, flags_apart, senders, parts, number, part):
+    """Return elements of a mean; the first one of a parameter has the flags."""
+    if senders > 0:
+        begin = cell(parts, number, part, BEGIN)
+        total = tl.where(here == begin, total + arrived(flags, flags_apart, senders), total)
+    return total
 
 
 class Tiles:

@@ -17,20 +17,18 @@ from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Packed
 from lightning_gc.core.segments import PIECE
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, word
-from lightning_gc.kernels.gpu.segments import arrived, compensated, flags_of, sample
+from lightning_gc.kernels.gpu.segments import compensated, flags_of, sample
 from lightning_gc.kernels.gpu.shards import (
-    BEGIN,
     BLOCKS,
     CODES,
-    NUMEL,
-    PLACE,
     SHARD,
     Tiles,
     arrivals,
     attempt_shards,
     cell,
     field_at,
-    place_of,
+    flagged,
+    is_idle,
     source,
     target,
     tile_of,
@@ -140,9 +138,8 @@ def sum_pieces(
     With VOTE count magnitudes above ``least``.
     """
     piece = tl.program_id(0)
-    part, at = tile_of(tiles, count, piece)
-    start, there = place_of(parts, number, part, MEAN)
-    stop = tl.minimum(at + PIECE, cell(parts, number, part, NUMEL))
+    _, at, start, there, numel = tile_of(tiles, count, parts, number, piece, MEAN)
+    stop = tl.minimum(at + PIECE, numel)
     above = tl.zeros([LANES], tl.float32)
     below = tl.zeros([LANES], tl.float32)
     fewer = tl.zeros([LANES], tl.int32)
@@ -207,9 +204,7 @@ def take_signs(
     piece = tl.program_id(0)
     if piece < messages:
         end_message(flag, sent_flag, padding + piece.to(tl.int64) * signs_apart, length)
-    part, at = tile_of(tiles, count, piece)
-    start, there = place_of(parts, number, part, MEAN)
-    numel = cell(parts, number, part, NUMEL)
+    part, at, start, there, numel = tile_of(tiles, count, parts, number, piece, MEAN)
     stop = tl.minimum(at + PIECE, numel)
     shard = cell(parts, number, part, SHARD)
     signs += field_at(parts, number, part, CODES, signs_apart)
@@ -221,7 +216,7 @@ def take_signs(
         sums, negatives, count, first, pieces, numel, SPLIT, VOTE, PIECE, SUMS, LEVELS
     )
     if ADD:
-        idle = tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0
+        idle = is_idle(peaks, parts, number, part)
         above = tl.where(idle, 0.0, above)
         below = tl.where(idle, 0.0, below)
     if piece == first:
@@ -283,9 +278,8 @@ def average_signs(
 
     With VOTE it is the sign of the mean, and 0 where the mean is below ``least``.
     """
-    part, at = tile_of(tiles, count, tl.program_id(0))
-    start, there = place_of(parts, number, part, MEAN)
-    stop = tl.minimum(at + PIECE, cell(parts, number, part, NUMEL))
+    part, at, start, there, numel = tile_of(tiles, count, parts, number, tl.program_id(0), MEAN)
+    stop = tl.minimum(at + PIECE, numel)
     signs += field_at(parts, number, part, CODES, signs_shard)
     means += cell(parts, number, part, SHARD).to(tl.int64) * means_shard
     block = cell(parts, number, part, BLOCKS)
@@ -311,10 +305,7 @@ def average_signs(
             sender += 1
         if VOTE:
             total = tl.where(total >= least, 1.0, tl.where(total <= -least, -1.0, 0.0))
-        if senders > 0:
-            first = cell(parts, number, part, BEGIN) - start
-            bad = arrived(flags, flags_apart, senders)
-            total = tl.where(here == first, total + bad, total)
+        total = flagged(total, start + here, flags, flags_apart, senders, parts, number, part)
         tl.store(out + start + here, total, mask=here < there)
         at += 8 * GROUPS
 
