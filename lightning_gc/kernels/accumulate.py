@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from lightning_gc.kernels.dispatch import compiled, family, fused
+from lightning_gc.kernels.dispatch import compiled, fused
 
 
 def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> None:
@@ -27,13 +27,14 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
         >>> out
         tensor([ 0.5000,  0.0000, -1.0000])
     """
-    if fused(out, "sparse"):
-        kernels = positions.is_contiguous() and values.is_contiguous()
-    else:
-        same = values.dtype == out.dtype and values.is_contiguous()
-        kernels = same and compiled(out, "sparse")
-    if kernels:
-        family("sparse", out).add(out, positions.contiguous(), values, scale)
+    if fused(out, "sparse") and positions.is_contiguous() and values.is_contiguous():
+        from lightning_gc.kernels.gpu import sparse as gpu
+
+        gpu.add(out, positions, values, scale)
+    elif compiled(out, "sparse") and values.dtype == out.dtype and values.is_contiguous():
+        from lightning_gc.kernels.host import sparse
+
+        sparse.add(out, positions.contiguous(), values, scale)
     else:
         reference(out, positions, values, scale)
 
