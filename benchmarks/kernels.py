@@ -45,7 +45,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks/kernels.py measures CUDA kernels and needs a GPU; there is none here.")
     device = torch.device("cuda")
-    if not all(dispatch.fused(torch.ones(1, device=device), f) for f in ("tensors", "levels")):
+    if not all(dispatch.fused(torch.ones(1, device=device), f) for f in ("sparse", "levels")):
         sys.exit("Triton's kernels do not run here; the warning above, if any, says why.")
     table = rows(args.numel, args.density, device)
     seconds = measure(table, args.repeats, device)
@@ -76,9 +76,6 @@ def rows(numel: int, density: float, device: torch.device) -> list[Row]:
     buffer = gradient.clone()
     packed = quantise.quantise(buffer, norms, BLOCK_SIZE, BITS, generator)
 
-    def find(name: str, run: Callable[..., object]) -> Row:
-        return Row(f"select, {name}", 4 * numel, lambda: run(gradient, threshold))
-
     def encode(name: str, run: Callable[..., Tensor]) -> Row:
         task = functools.partial(run, buffer, norms, BLOCK_SIZE, BITS, generator)
         return Row(f"quantise to {BITS} bits, {name}", (8 + BITS / 8) * numel, task)
@@ -94,8 +91,7 @@ def rows(numel: int, density: float, device: torch.device) -> list[Row]:
 
     return [
         Row("`copy_`", 8 * numel, lambda: out.copy_(gradient)),
-        find("Triton", topk_selection.reaching),
-        find("torch", topk_selection.reaching_reference),
+        Row("select", 4 * numel, lambda: topk_selection.reaching(gradient, threshold)),
         Row("`torch.topk` alone", 4 * numel, lambda: torch.topk(gradient.abs(), k, sorted=False)),
         encode("Triton", quantise.quantise),
         encode("torch", quantise.quantise_reference),

@@ -27,10 +27,10 @@ def accumulate(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> 
         >>> out
         tensor([ 0.5000,  0.0000, -1.0000])
     """
-    if fused(out, "tensors") and positions.is_contiguous() and values.is_contiguous():
-        from lightning_gc.kernels.gpu import tensors as gpu
+    if fused(out, "sparse") and positions.is_contiguous() and values.is_contiguous():
+        from lightning_gc.kernels.gpu import sparse as gpu
 
-        gpu.accumulate(out, positions, values, scale)
+        gpu.add(out, positions, values, scale)
     elif compiled(out, "sparse") and values.dtype == out.dtype and values.is_contiguous():
         from lightning_gc.kernels.host import sparse
 

@@ -173,3 +173,16 @@ def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None
 def put(taken: Sequence[Tensor], out: Tensor, table: Tensor, pending: Pending) -> None:
     """Write the mean of several workers' ``taken`` to ``out``, and add the flags that arrived."""
     family("segments", out).put(taken, out, table, pending)
+
+
+def book(buffer: Tensor, mean: Tensor, times: int, table: Tensor, pending: Pending | None) -> None:
+    """Add ``times`` what is left of a mean, as ``schemes.base.book`` and the guard do.
+
+    Args:
+        buffer: of the whole bucket, changed in place.
+        mean: a row of shards; numbers that are not finite may become 0.
+        times: W.
+        table: as ``table_of`` returns it, for the places in the row.
+        pending: tells idle parameters; None: the engine has set their errors aside.
+    """
+    family("segments", buffer).book(buffer, mean, times, table, pending)

@@ -14,20 +14,20 @@ So no sum exceeds the largest magnitude, and a mean of large numbers is finite.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.core.bit_packing import packed_bytes
-from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.segments import PIECE
 from lightning_gc.kernels import permutation
+from lightning_gc.kernels.dispatch import MAX_NUMEL
+from lightning_gc.kernels.shards import Layout, ShardTable
 
 Levels = Literal["magnitude", "means", "votes"]
-"""What is sent of a tensor besides its signs: see ``Layout``."""
+"""What is sent of a tensor besides its signs: see ``SignTable``."""
 
 LANES = 2048
 """Elements in a row of a piece."""
@@ -75,76 +75,27 @@ def in_pairs(lanes: Tensor) -> Tensor:
     return lanes[:, 0]
 
 
-class Row(NamedTuple):
-    """A shard of a part, and where its signs and means lie in the shard's payload.
-
-    Attributes:
-        place: index of the parameter among the bucket's that are not empty.
-        start, stop: first element in the bucket, and end.
-        numel: elements that are encoded, with zeros behind ``stop`` if there are more.
-        byte: first byte of its signs.
-        part: index of its mean, or of its pair of means.
-        shard: its number.
-        row: its first element in a row of shards.
-    """
-
-    place: int
-    start: int
-    stop: int
-    numel: int
-    byte: int
-    part: int
-    shard: int
-    row: int
-
-
-class Layout:
-    """The parts of a bucket, or W shards of each, that share payloads of signs and levels.
+class SignTable(ShardTable):
+    """Encodes and decodes parts of a bucket, or W shards of each, in signs and levels.
 
     Args:
-        parts: of each part, the parameter's name, its index among the bucket's that are not empty,
-            its first element and its end.
+        parts, shards: as for ``kernels.shards.Layout``.
         levels: ``"magnitude"``: the mean magnitude. ``"means"``: the means of elements below 0 and
             of the others. ``"votes"``: 1, or 0 of a tensor of zeros; an element that is zero has a
             random sign, and the result is the majority's.
-        shards: W, or 1. A payload holds one shard of each part.
-
-    Attributes:
-        rows: by shard, a row for each part.
-        names: of the rows, for ``Bucket.key``.
-        fields: dtype and length of signs and levels in a payload.
-        numel: elements of a row of shards.
+        device: of the bucket.
     """
 
     def __init__(
-        self, parts: Sequence[tuple[str, int, int, int]], levels: Levels, shards: int = 1
+        self,
+        parts: Sequence[tuple[str, int, int, int]],
+        levels: Levels,
+        device: torch.device,
+        shards: int = 1,
     ) -> None:
-        self.levels, self.shards = levels, shards
-        self.rows, self.names = list[list[Row]](), list[str]()
-        byte = self.numel = 0
-        for shard in range(shards):
-            byte = self.numel = 0
-            self.rows.append([])
-            for index, (name, place, start, stop) in enumerate(parts):
-                size = -(-(stop - start) // shards)
-                first = min(start + shard * size, stop)
-                row = Row(
-                    *(place, first, min(first + size, stop), size, byte, index, shard, self.numel)
-                )
-                self.rows[-1].append(row)
-                self.names.append(name if shards == 1 else f"{name}#{shard}")
-                byte += packed_bytes(size, 1)
-                self.numel += size
-        self.fields = [
-            (torch.uint8, byte),
-            (torch.float32, len(parts) * (2 if levels == "means" else 1)),
-        ]
-
-    def keys(self, bucket: Bucket) -> list[int]:
-        """Return the key of each row's coins; of levels that need none, the same for all."""
-        if self.levels != "votes":
-            return [0] * len(self.names)
-        return [bucket.key(name) for name in self.names]
+        layout = Layout(parts, 1, MAX_NUMEL, shards)  # a block is a whole part
+        super().__init__(layout, layout.blocks * (2 if levels == "means" else 1))
+        self.levels, self.device = levels, device
 
 
 def least_of(workers: int) -> float:

@@ -34,7 +34,7 @@ class TwoLevels(Codec):
     ``kernels.signs`` says in which order means are added.
 
     Attributes:
-        levels: what the two levels are; see ``kernels.signs.Layout``.
+        levels: what the two levels are; see ``kernels.signs.SignTable``.
     """
 
     levels: ClassVar[signs.Levels]
@@ -93,8 +93,7 @@ class JointSigns(JointCodec):
         parts = [(part.name, part.place, part.start, part.stop) for part in self.parts]
 
         def made(module: ModuleType, device: torch.device, shards: int) -> ShardKernels:
-            layout = signs.Layout(parts, self.codec.levels, shards)
-            kernels: ShardKernels = module.Table(layout, device)
+            kernels: ShardKernels = module.Table(parts, self.codec.levels, device, shards)
             return kernels
 
         return functools.cache(made)

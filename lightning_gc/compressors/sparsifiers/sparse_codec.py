@@ -398,7 +398,7 @@ def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
         if positions is not None:
             return positions, values
     if chosen and fused(values, "sparse") and not payload_validation.on_host(values):
-        from lightning_gc.kernels.gpu import sparse as gpu
+        from lightning_gc.kernels.gpu import positions as gpu
 
         elias_fano.check_count(chosen, numel)
         found, wrong = gpu.places(coded, chosen, numel)

@@ -18,7 +18,6 @@ from torch import Tensor
 from lightning_gc.compressors.base import Compressor, Contraction, Knob, Traits, Waits
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.core import Bucket, Range, payload_validation
-from lightning_gc.kernels.dispatch import fused
 from lightning_gc.kernels.sparse import CORRECTIONS, FACTOR
 
 _SMALL = 1 << 14  # up to this many elements torch finds the largest faster than a sample is drawn
@@ -36,15 +35,10 @@ def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
     """Return the ascending positions of magnitudes that are not below ``threshold``.
 
     NaN is always among them, so that it is sent; otherwise it would stay in the error unseen. On
-    CUDA two kernels move ``4 + 1/4`` bytes per element and 8 per selected element, and the host
-    waits for the number of elements.
+    CUDA the host waits for the number of elements.
     """
-    if fused(buffer, "tensors"):
-        from lightning_gc.kernels.gpu import tensors as gpu
-
-        return gpu.reaching(buffer, threshold)
     if not _on_host(buffer):
-        return reaching_reference(buffer, threshold)
+        return (buffer.abs() < threshold).logical_not_().nonzero().view(-1)
     # Magnitudes are ordered like their bits, and NaN is above infinity.
     kind = _INTEGERS[buffer.dtype]
     bits, limit = buffer.numpy().view(kind), buffer.new_tensor(float(threshold)).numpy().view(kind)
@@ -62,11 +56,6 @@ def reaching(buffer: Tensor, threshold: float | Tensor) -> Tensor:
         positions += start
         found.append(positions)
     return torch.from_numpy(np.concatenate(found)) if found else buffer.new_empty(0).long()
-
-
-def reaching_reference(buffer: Tensor, threshold: float | Tensor) -> Tensor:
-    """Compute the same with torch operations."""
-    return (buffer.abs() < threshold).logical_not_().nonzero().view(-1)
 
 
 def largest(buffer: Tensor, k: int) -> Tensor:

@@ -16,34 +16,30 @@ from torch.nn.functional import pad
 
 from lightning_gc.core import elias_fano
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.message import Packed, evenly, joined, reserve
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.message import Packed, reserve
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.blocks import RANGE, BlockCode, Book
 from lightning_gc.kernels.gpu import sparse
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.levels import (
-    BEGIN,
+from lightning_gc.kernels.gpu.levels import load_codes, store_codes
+from lightning_gc.kernels.gpu.segments import compensated, flags_of, sample
+from lightning_gc.kernels.gpu.shards import (
+    BLOCKS,
     CODES,
-    NORMS,
-    NUMEL,
-    PLACE,
     SHARD,
-    Layout,
+    Tiles,
+    arrivals,
+    attempt_shards,
     cell,
     field_at,
-    load_codes,
-    place_of,
-    store_codes,
+    flagged,
+    is_idle,
+    source,
+    target,
+    tile_of,
 )
-from lightning_gc.kernels.gpu.segments import (
-    arrived,
-    attempt_shards,
-    compensated,
-    ending,
-    given,
-    reserved,
-    sample,
-)
+from lightning_gc.kernels.shards import Layout, ShardTable
 from lightning_gc.kernels.sparse import Row, Selection
 
 TILE = 2048
@@ -156,14 +152,13 @@ def round_blocks(
     number,
     positions,
     target,
-    codes,
-    codes_apart,
-    numbers,
-    numbers_apart,
     between,
     book,
     top,
     sign,
+    codes,
+    codes_apart,
+    numbers,
     messages,
     flag,
     sent_flag,
@@ -190,13 +185,10 @@ def round_blocks(
     tile = tl.program_id(0)
     if tile < messages:
         end_message(flag, sent_flag, padding + tile.to(tl.int64) * codes_apart, length)
-    part = tl.load(tiles + tile)
-    local = tl.load(tiles + count + tile)
-    start, present = place_of(parts, number, part, MEAN)
-    numel = cell(parts, number, part, NUMEL)
+    part, local, start, present, numel = tile_of(tiles, count, parts, number, tile, MEAN)
     idle = part < 0
     if GUARDED:
-        idle = tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0
+        idle = is_idle(peaks, parts, number, part)
     SIZE: tl.constexpr = 1 << LEVELS
     row = tl.arange(0, TILE // SIZE)
     at = local + row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]  # (rows, SIZE)
@@ -207,7 +199,7 @@ def round_blocks(
         x = tl.where(idle, 0.0, whole)
     first = local // SIZE + row
     real = first * SIZE < numel
-    mine = numbers + field_at(parts, number, part, NORMS, numbers_apart) + first
+    mine = numbers + field_at(parts, number, part, BLOCKS, codes_apart // 4) + first
     if KIND == BINS:
         code, value = code_bins(x, there, mine, between, real, LEVELS, BITS, SIGMAS)
     elif KIND == BETWEEN:
@@ -241,11 +233,9 @@ def average_blocks(
     numbers,
     numbers_apart,
     numbers_shard,
-    between,
     workers,
     share,
     out,
-    out_apart,
     flags,
     flags_apart,
     senders,
@@ -253,6 +243,8 @@ def average_blocks(
     count,
     parts,
     number,
+    out_apart,
+    between,
     book,
     MEAN: tl.constexpr,
     KIND: tl.constexpr,
@@ -262,20 +254,18 @@ def average_blocks(
     TILE: tl.constexpr,
 ):
     """Write a tile of the mean of ``workers`` payloads; the second index is the first payload's."""
-    tile = tl.program_id(0)
     sender = tl.program_id(1)
     out += sender.to(tl.int64) * out_apart
-    part = tl.load(tiles + tile)
-    local = tl.load(tiles + count + tile)
-    start, present = place_of(parts, number, part, MEAN)
-    numel = cell(parts, number, part, NUMEL)
+    part, local, start, present, numel = tile_of(
+        tiles, count, parts, number, tl.program_id(0), MEAN
+    )
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
     there = at < numel
     packed = codes + field_at(parts, number, part, CODES, codes_shard)
     packed += sender.to(tl.int64) * codes_apart
-    own = numbers + field_at(parts, number, part, NORMS, numbers_shard)
+    own = numbers + field_at(parts, number, part, BLOCKS, numbers_shard)
     own += sender.to(tl.int64) * numbers_apart + (at >> LEVELS)
     total = tl.zeros([GROUPS, 8], tl.float32)
     weight = total + share
@@ -296,9 +286,7 @@ def average_blocks(
         own += numbers_apart
         arrival += 1
     here = start + at
-    if senders > 0:
-        begin = cell(parts, number, part, BEGIN)
-        total = tl.where(here == begin, total + arrived(flags, flags_apart, senders), total)
+    total = flagged(total, here, flags, flags_apart, senders, parts, number, part)
     tl.store(out + here, total, mask=at < present)
 
 
@@ -308,17 +296,13 @@ def takes(code: BlockCode) -> bool:
     return LEAST <= size <= MOST and not size & (size - 1)
 
 
-class Table:
-    """The parts of a bucket, W shards of each, or its chosen elements, that share payloads.
+class Table(ShardTable):
+    """Encodes and decodes parts of a bucket, W shards of each, or its chosen elements.
 
     Args:
-        parts: as for ``levels.Layout``.
+        parts, shards: as for ``kernels.shards.Layout``.
         code: which ``takes`` accepts.
         device: of the bucket.
-        shards: W, or 1. A payload holds one shard of each part.
-
-    Attributes:
-        fields: dtype and length of codes and of each of the numbers in a payload.
     """
 
     def __init__(
@@ -329,12 +313,9 @@ class Table:
         shards: int = 1,
     ) -> None:
         size = code.block_size
-        tile = max(TILE, size)
-        self._layout = layout = Layout(parts, code.bits, size, tile, device, shards)
-        self.fields = [
-            (torch.uint8, layout.codes),
-            *[(torch.float32, layout.blocks)] * code.numbers,
-        ]
+        layout, tile = Layout(parts, code.bits, size, shards), max(TILE, size)
+        super().__init__(layout, *[layout.blocks] * code.numbers)
+        self._tiles = Tiles(layout, tile, device)
         self._book, self._top, self._sign, steps = _on_device(code.book, device)
         self._constants = {
             "KIND": _KINDS[code.kind],
@@ -344,30 +325,6 @@ class Table:
             "TILE": tile,
             "num_warps": 4 if tile <= TILE else 8,
         }
-
-    def encode(self, buffer: Tensor, bucket: Bucket) -> list[Packed]:
-        """Return each shard's payload (codes, numbers), as ``core.segments.Pending`` says."""
-        pending, shards = bucket.pending, self._layout.shards
-        packed, flagged = reserved(self.fields, buffer, pending, shards)
-        own = bucket.worker if shards > 1 else -1
-        self._encode(packed, buffer, pending, flagged, own)
-        return [payload.first(len(self.fields)) for payload in packed]
-
-    def again(self, payloads: Sequence[Sequence[Tensor]], buffer: Tensor, bucket: Bucket) -> Packed:
-        """Return the payload of the mean of this worker's shard, and book what it loses.
-
-        Args:
-            payloads: of this shard, from all workers.
-            buffer: of the whole bucket; W times the loss is added to the shard.
-            bucket: in its second phase.
-        """
-        mine = bucket.worker
-        mean = buffer.new_empty(self._layout.row)
-        self._average(payloads, mean, len(payloads), None, mine)
-        packed, flagged = reserved(self.fields, buffer, bucket.pending)
-        self._encode(packed, mean, None, flagged, -1, mine)
-        self._layout.book(buffer, mean, mine, bucket.pending)
-        return packed[0].first(len(self.fields))
 
     def encode_chosen(
         self, buffer: Tensor, selection: Selection, pending: Pending | None
@@ -379,116 +336,83 @@ class Table:
             selection: as for ``sparse.take``; this table has a part for the elements of each row.
             pending: the engine's work, or None.
         """
-        chosen = self._layout.row
+        chosen = self.layout.numel
         length = elias_fano.coded_bytes(chosen, buffer.numel())
         fields = [*self.fields, (torch.uint8, length)]
         packed = pending.reserve(fields) if pending else reserve(fields, buffer.device)
         values, coded = buffer.new_empty(chosen), packed[len(self.fields)]
         positions = sparse.take(buffer, selection, values, coded, packed, pending)
         peaks = buffer if pending is None else pending.peaks
-        keeps = pending is None or pending.grad is not None
         self._round(
-            [packed],
-            *(values, values, 1.0, 1.0, peaks, positions, buffer),
-            *(0, values, values, packed.padding, 0, -1),
+            [values, values, 1.0, 1.0, peaks],
+            *(positions, buffer, None),
+            *(packed[0], 0, packed[1], 0, values, values, packed.padding, 0, -1),
             ADD=False,
-            KEEP=keeps,
+            KEEP=pending is None or pending.grad is not None,
             GUARDED=pending is not None,
             CHOSEN=True,
         )
         return packed.first(len(fields))
 
-    def average(
-        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, pending: Pending | None
-    ) -> None:
-        """Write the mean of all workers' payloads, or all shards' payloads, to ``out``."""
-        self._average(payloads, out, len(payloads), pending)
-
     def average_chosen(
         self,
-        payloads: Sequence[Sequence[Tensor]],
+        payloads: Sequence[Payload],
         out: Tensor,
         selection: Selection,
         pending: Pending,
     ) -> None:
         """Write the mean of all workers' payloads of ``encode_chosen`` to ``out``."""
-        values = out.new_empty(len(payloads), self._layout.row)
-        self._average(payloads, values, 1, None)
+        values = out.new_empty(len(payloads), self.layout.numel)
+        self._average(payloads, values, [], rows=len(payloads))
         sent = [(mine, payload[-1]) for mine, payload in zip(values, payloads, strict=True)]
         sparse.average(sent, None, out, selection, pending)
 
     def _encode(
-        self,
-        packed: Sequence[Packed],
-        buffer: Tensor,
-        pending: Pending | None,
-        flagged: Pending | None,
-        own: int,
-        mean_of: int | None = None,
+        self, packed: Sequence[Packed], buffer: Tensor, bucket: Bucket, mine: int | None
     ) -> None:
-        """Code the bucket with ``pending``, or the mean of a shard."""
-        adds = pending is not None and pending.grad is not None
-        self._round(
-            packed,
-            *(*given(buffer, pending), buffer, buffer),
-            *(len(packed), *ending(packed[0], flagged), own),
-            mean_of=mean_of,
-            ADD=adds,
-            KEEP=adds or pending is None,
-            GUARDED=adds,
-            CHOSEN=False,
-        )
+        adds, keeps, given = source(buffer, bucket, mine)
+        kind = {"ADD": adds, "KEEP": keeps, "GUARDED": adds, "CHOSEN": False}
+        self._round(given, buffer, buffer, mine, *target(packed, bucket), **kind)
 
     def _round(
         self,
-        packed: Sequence[Packed],
-        *values: Tensor | float,
-        mean_of: int | None = None,
+        given: Sequence[Tensor | float],
+        positions: Tensor,
+        kept: Tensor,
+        mine: int | None,
+        *sent: Tensor | int,
         **kind: bool,
     ) -> None:
-        buffer, grad, decay, gain, peaks, positions, target, *rest = values
-        grid, *table = self._layout.table(mean_of)
-        nbytes = 0 if mean_of is not None else packed[0].layout.nbytes
+        grid, *table = self._tiles.table(mine)
         launch(
             round_blocks,
             grid,
-            *(buffer, grad, decay, gain, peaks, *table, positions, target),
-            *(packed[0][0], nbytes, packed[0][1], nbytes // 4, self._layout.blocks),
-            *(self._book, self._top, self._sign, *rest),
+            *(*given, *table, positions, kept, self.layout.blocks),
+            *(self._book, self._top, self._sign, *sent),
             **kind,
-            MEAN=mean_of is not None,
+            MEAN=mine is not None,
             SIGMAS=RANGE,
             **self._constants,
         )
 
     def _average(
         self,
-        payloads: Sequence[Sequence[Tensor]],
+        payloads: Sequence[Payload],
         out: Tensor,
-        together: int,
-        pending: Pending | None,
-        mean_of: int | None = None,
+        flags: Sequence[Tensor],
+        mine: int | None = None,
+        rows: int = 1,
     ) -> None:
-        """Write means of so many payloads together, one after the other; or of a shard, as a row.
-
-        Payloads of different shards are not added.
-        """
-        codes, codes_apart = evenly([payload[0] for payload in payloads])
-        end = len(self.fields)
-        numbers, numbers_apart = evenly([joined(payload[1:end]) for payload in payloads])
-        flags = [] if pending is None else pending.flags
-        first, flags_apart = evenly(flags or [numbers])
-        (tiles,), *table = self._layout.table(mean_of)
-        senders, shard = len(payloads) // together, (0, 0)
-        if self._layout.shards > 1 and mean_of is None:
-            together, shard = 1, (codes_apart, numbers_apart)
+        """Write a mean; or to so many rows of ``out`` each payload's values."""
+        (tiles,), *table = self._tiles.table(mine)
+        *read, workers, _ = arrivals(self, payloads, mine)
+        workers //= rows
         launch(
             average_blocks,
-            (tiles, senders),
-            *(codes, codes_apart, shard[0], numbers, numbers_apart, shard[1], self._layout.blocks),
-            *(together, 1 / together, out, self._layout.row, first, flags_apart, len(flags)),
-            *(*table, self._book),
-            MEAN=mean_of is not None,
+            (tiles, rows),
+            *(*read, workers, 1 / workers, out, *flags_of(flags, out), *table),
+            *(self.layout.numel, self.layout.blocks, self._book),
+            MEAN=mine is not None,
             **self._constants,
         )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_gc.core.message import Packed, evenly
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, given, sample
+from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, flags_of, given, sample
 
 
 @triton.jit
@@ -132,13 +132,12 @@ def encode(buffer: Tensor, dtype: torch.dtype, pending: Pending) -> Packed:
 def average(payloads: Sequence[Tensor], out: Tensor, pending: Pending) -> None:
     """Write the mean of all workers' values to ``out``."""
     values, apart = evenly(payloads)
-    flags, flags_apart = evenly(pending.flags)
     pieces = pending.segments.pieces
     launch(
         average_pieces,
         (pieces.shape[1],),
         *(values.view(torch.int16), apart, len(payloads), 1 / len(payloads), out),
-        *(flags, flags_apart, len(pending.flags), pending.segments.starts),
+        *(*flags_of(pending.flags, out), pending.segments.starts),
         *(pieces, pieces.shape[1]),
         BFLOAT=values.dtype == torch.bfloat16,
         ROW=ROW,

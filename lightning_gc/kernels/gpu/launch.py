@@ -10,6 +10,9 @@ Triton compiles a variant of a kernel for each kind of argument: numbers that ar
 anywhere in messages, so that would be dozens, compiled in the midst of training. With ``kernel``
 there is one variant for each set of constants and element types, and a few more where a kernel is
 faster for what is ``aligned``.
+
+Arguments are not bundled in tuples. Triton 3.2 takes none, and later versions make variants for the
+numbers in a tuple, whatever ``kernel`` declares.
 """
 
 from __future__ import annotations

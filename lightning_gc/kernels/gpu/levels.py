@@ -11,20 +11,26 @@ from torch import Tensor
 
 from lightning_gc.core.bit_packing import packed_bytes, unpack
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.message import Packed, evenly
-from lightning_gc.core.segments import Pending
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.message import Packed
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import (
-    arrived,
+from lightning_gc.kernels.gpu.segments import compensated, flags_of, sample
+from lightning_gc.kernels.gpu.shards import (
+    BLOCKS,
+    CODES,
+    SHARD,
+    Tiles,
+    arrivals,
     attempt_shards,
-    book,
-    compensated,
-    ending,
-    given,
-    reserved,
-    sample,
+    cell,
+    field_at,
+    flagged,
+    is_idle,
+    source,
+    target,
+    tile_of,
 )
-from lightning_gc.kernels.segments import table_of
+from lightning_gc.kernels.shards import Layout, ShardTable
 
 GROUPS = 128
 """Groups of eight codes that one program of ``quantise`` or ``dequantise`` converts."""
@@ -210,33 +216,6 @@ def dequantise(
     )
 
 
-PLACE, BEGIN, START, THERE, NUMEL, CODES, NORMS, SHARD, IN_ROW = map(tl.constexpr, range(9))
-"""Rows of ``Layout.parts``."""
-
-
-@triton.jit
-def cell(parts, number, part, ROW: tl.constexpr):
-    """Return an entry of ``Table.parts`` that fits into 32 bits."""
-    return tl.load(parts + ROW * number + part).to(tl.int32)
-
-
-@triton.jit
-def field_at(parts, number, part, ROW: tl.constexpr, apart):
-    """Return where a part's codes or norms begin; messages of shards are ``apart``."""
-    shard = tl.load(parts + SHARD * number + part)
-    return tl.load(parts + ROW * number + part) + shard * apart
-
-
-@triton.jit
-def place_of(parts, number, part, MEAN: tl.constexpr):
-    """Return a part's first element and how many there are: in the bucket, or in a shard's mean."""
-    if MEAN:
-        start, there = cell(parts, number, part, IN_ROW), cell(parts, number, part, NUMEL)
-    else:
-        start, there = cell(parts, number, part, START), cell(parts, number, part, THERE)
-    return start, there
-
-
 @kernel()
 def raise_peaks(
     buffer,
@@ -257,17 +236,14 @@ def raise_peaks(
     TILE: tl.constexpr,
 ):
     """Raise ``most`` of each block to the bits of its largest magnitude."""
-    tile = tl.program_id(0)
-    part = tl.load(tiles + tile)
-    local = tl.load(tiles + count + tile)
-    start, there = place_of(parts, number, part, MEAN)
+    part, local, start, there, _ = tile_of(tiles, count, parts, number, tl.program_id(0), MEAN)
     at = local + tl.arange(0, TILE)
     inside = at < there
     found = magnitude_bits(compensated(buffer, grad, start + at, inside, decay, gain, ADD))
     if ADD:
-        found = tl.where(tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0, 0, found)  # idle
+        found = tl.where(is_idle(peaks, parts, number, part), 0, found)
     first = local // block_size
-    most += field_at(parts, number, part, NORMS, most_apart)
+    most += field_at(parts, number, part, BLOCKS, most_apart)
     if LARGE:  # a tile has elements of two blocks at most
         end = (first + 1) * block_size
         most += first
@@ -297,7 +273,6 @@ def round_tiles(
     codes,
     codes_apart,
     norms,
-    norms_apart,
     messages,
     flag,
     sent_flag,
@@ -319,29 +294,26 @@ def round_tiles(
     tile = tl.program_id(0)
     if tile < messages:
         end_message(flag, sent_flag, padding + tile.to(tl.int64) * codes_apart, length)
-    part = tl.load(tiles + tile)
-    local = tl.load(tiles + count + tile)
-    start, there = place_of(parts, number, part, MEAN)
-    numel = cell(parts, number, part, NUMEL)
+    part, local, start, there, numel = tile_of(tiles, count, parts, number, tile, MEAN)
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
     whole = compensated(buffer, grad, start + at, at < there, decay, gain, ADD)
     x = whole
     if ADD:
-        idle = tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0
+        idle = is_idle(peaks, parts, number, part)
         x = tl.where(idle, 0.0, whole)
-    norms += field_at(parts, number, part, NORMS, norms_apart)
+    norms += field_at(parts, number, part, BLOCKS, codes_apart // 4)
     if BLOCK > 0:
-        BLOCKS: tl.constexpr = TILE // BLOCK
+        ROWS: tl.constexpr = TILE // BLOCK
         # Magnitudes are ordered like their bits, NaN last.
-        found = tl.max(tl.reshape(magnitude_bits(x), (BLOCKS, BLOCK)), axis=1)
+        found = tl.max(tl.reshape(magnitude_bits(x), (ROWS, BLOCK)), axis=1)
         found = found.to(tl.float32, bitcast=True)
-        first = local + tl.arange(0, BLOCKS) * BLOCK
+        first = local + tl.arange(0, ROWS) * BLOCK
         tl.store(norms + first // BLOCK, found, mask=first < numel)
-        norm = tl.reshape(tl.broadcast_to(found[:, None], (BLOCKS, BLOCK)), (GROUPS, 8))
+        norm = tl.reshape(tl.broadcast_to(found[:, None], (ROWS, BLOCK)), (GROUPS, 8))
     else:
-        most += field_at(parts, number, part, NORMS, most_apart)
+        most += field_at(parts, number, part, BLOCKS, most_apart)
         bits = tl.load(most + at // block_size, mask=at < numel, other=0)
         norm = bits.to(tl.float32, bitcast=True)
         tl.store(norms + at // block_size, norm, mask=(at < numel) & (at % block_size == 0))
@@ -404,109 +376,32 @@ def average_tiles(
     TILE: tl.constexpr,
 ):
     """Write a tile of the mean, and add the flags to the first element of its parameter."""
-    tile = tl.program_id(0)
-    part = tl.load(tiles + tile)
-    local = tl.load(tiles + count + tile)
-    begin = cell(parts, number, part, BEGIN)
-    start, there = place_of(parts, number, part, MEAN)
-    numel = cell(parts, number, part, NUMEL)
+    part, local, start, there, numel = tile_of(tiles, count, parts, number, tl.program_id(0), MEAN)
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
     codes += field_at(parts, number, part, CODES, codes_shard)
-    norms += field_at(parts, number, part, NORMS, norms_shard)
+    norms += field_at(parts, number, part, BLOCKS, norms_shard)
     total = mean_of(
         codes, codes_apart, norms, norms_apart, workers, share, groups, at, numel, block_size, BITS
     )
     here = start + at
-    if senders > 0:
-        total = tl.where(here == begin, total + arrived(flags, flags_apart, senders), total)
+    total = flagged(total, here, flags, flags_apart, senders, parts, number, part)
     tl.store(out + here, total, mask=at < there)
 
 
-class Layout:
-    """The parts of a bucket, or W shards of each, that share payloads of codes and numbers.
+class Table(ShardTable):
+    """Encodes and decodes parts of a bucket, or W shards of each, in levels of their norms.
+
+    The numbers are those of Philox-4×32-10: element i of a shard gets word ``i mod 4`` of counter
+    ``(i // 4, step, 0, 0)``, under a key of worker, phase and name.
 
     Args:
-        parts: name, place among the bucket's parameters, first element and end of each part.
-        bits: of a code.
-        block_size: elements that share a norm, or other numbers.
-        tile: elements that one program converts.
-        device: of the bucket.
-        shards: W, or 1. A payload holds one shard of each part.
-
-    Attributes:
-        names: of the columns of ``parts``, for random numbers.
-        codes, blocks: bytes of codes in a payload, and blocks.
-        parts: by column a shard of a part: the parameter's place and first element, the shard's
-            first element, how many elements lie there, how many are encoded, where its codes and
-            norms begin in the payload, the shard's number, and where it begins in a row of shards,
-            ``(9, n)`` int64.
-        tiles: column of ``parts`` and first element in the shard of each tile, ``(2, m)`` int32.
-        row: elements of a shard of all parts.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[tuple[str, int, int, int]],
-        bits: int,
-        block_size: int,
-        tile: int,
-        device: torch.device,
-        shards: int,
-    ) -> None:
-        self.shards, self.names, rows = shards, list[str](), list[tuple[int, ...]]()
-        tiles, self._ends = list[tuple[int, int]](), [0]
-        self._places = list[list[tuple[int, int, int, int]]]()
-        self._booked: dict[int, Tensor] = {}  # by shard
-        codes = blocks = self.row = 0
-        for shard in range(shards):
-            codes = blocks = self.row = 0
-            self._places.append([])
-            for name, place, start, stop in parts:
-                size = -(-(stop - start) // shards)
-                first = min(start + shard * size, stop)
-                there = min(size, stop - first)
-                rows.append((place, start, first, there, size, codes, blocks, shard, self.row))
-                self._places[-1].append((place, first, first + there, self.row))
-                tiles += [(len(self.names), local) for local in range(0, size, tile)]
-                self.names.append(name if shards == 1 else f"{name}#{shard}")
-                codes, blocks = codes + packed_bytes(size, bits), blocks - -size // block_size
-                self.row += size
-            self._ends.append(len(tiles))
-        self.codes, self.blocks = codes, blocks
-        self.parts = torch.tensor(rows, dtype=torch.int64, device=device).t().contiguous()
-        self.tiles = torch.tensor(tiles, dtype=torch.int32, device=device).t().contiguous()
-
-    def table(self, shard: int | None = None) -> tuple[tuple[int], Tensor, int, Tensor, int]:
-        """Return a grid of all tiles, or of a shard's, and the kernels' arguments for it."""
-        start, stop = (0, self._ends[-1]) if shard is None else self._ends[shard : shard + 2]
-        tiles = self.tiles.view(-1)[start:]
-        return (stop - start,), tiles, self.tiles.shape[1], self.parts, self.parts.shape[1]
-
-    def book(self, buffer: Tensor, mean: Tensor, mine: int, pending: Pending | None) -> None:
-        """Add W times what is left of the mean of shard ``mine``, if anyone keeps errors."""
-        if pending is not None and pending.grad is None:
-            return
-        if mine not in self._booked:
-            self._booked[mine] = table_of(self._places[mine], buffer.device)
-        table = self._booked[mine]
-        book(buffer, mean, self.shards, ((table.shape[1],), table, table.shape[1]), pending)
-
-
-class Table:
-    """Encodes and decodes the parts of a bucket, or W shards of each, in levels of their norms.
-
-    Args:
-        parts: as for ``Layout``.
+        parts, shards: as for ``kernels.shards.Layout``.
         bits: of a code.
         block_size: elements that share a norm.
         nearest: whether elements are rounded to the nearest level, or at random.
         device: of the bucket.
-        shards: W, or 1.
-
-    Attributes:
-        fields: dtype and length of codes and norms in a payload.
     """
 
     def __init__(
@@ -518,73 +413,19 @@ class Table:
         device: torch.device,
         shards: int = 1,
     ) -> None:
+        layout = Layout(parts, bits, block_size, shards)
+        super().__init__(layout, layout.blocks)
         self.bits, self.block_size, self.nearest = bits, block_size, nearest
-        self.layout = Layout(parts, bits, block_size, TILE, device, shards)
-        self.fields = [(torch.uint8, self.layout.codes), (torch.float32, self.layout.blocks)]
-        self._keys: dict[tuple[int, int, int], Tensor] = {}
+        self._tiles = Tiles(layout, TILE, device)
         # A tile consists of complete blocks, or their norms are found before.
         self._block = block_size if block_size <= TILE and TILE % block_size == 0 else 0
 
-    def encode(self, buffer: Tensor, bucket: Bucket) -> list[Packed]:
-        """Return each shard's payload (codes, norms), as ``core.segments.Pending`` says.
-
-        The numbers are those of Philox-4×32-10: element i of a shard gets word ``i mod 4`` of
-        counter ``(i // 4, step, 0, 0)``, under a key of worker, phase and name.
-        """
-        shards = self.layout.shards
-        packed, flagged = reserved(self.fields, buffer, bucket.pending, shards)
-        own = bucket.worker if shards > 1 else -1
-        self._round(packed, buffer, bucket, bucket.pending, flagged, own)
-        return [payload.first(2) for payload in packed]
-
-    def average(
-        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, pending: Pending | None
+    def _encode(
+        self, packed: Sequence[Packed], buffer: Tensor, bucket: Bucket, mine: int | None
     ) -> None:
-        """Write the mean of all workers' payloads, or all shards' payloads, to ``out``."""
-        self._average(payloads, out, [] if pending is None else pending.flags)
-
-    def again(self, payloads: Sequence[Sequence[Tensor]], buffer: Tensor, bucket: Bucket) -> Packed:
-        """Return the payload of the mean of this worker's shard, and book what it loses.
-
-        Args:
-            payloads: of this shard, from all workers.
-            buffer: of the whole bucket; W times the loss is added to the shard.
-            bucket: in its second phase.
-        """
-        pending, mine = bucket.pending, bucket.worker
-        mean = buffer.new_empty(self.layout.row)
-        self._average(payloads, mean, [], mine)
-        packed, flagged = reserved(self.fields, buffer, pending)
-        self._round(packed, mean, bucket, None, flagged, -1, mine)
-        self.layout.book(buffer, mean, mine, pending)
-        return packed[0].first(2)
-
-    def _keys_of(self, bucket: Bucket) -> Tensor:
-        """Return the Philox key of each column, ``(n,)`` int64."""
-        if self.nearest:
-            return self.layout.parts
-        worker = bucket.seed, bucket.worker, bucket.phase
-        if worker not in self._keys:
-            keys = [bucket.key(name) for name in self.layout.names]
-            device = self.layout.parts.device
-            self._keys[worker] = torch.tensor(keys, dtype=torch.int64, device=device)
-        return self._keys[worker]
-
-    def _round(
-        self,
-        packed: Sequence[Packed],
-        buffer: Tensor,
-        bucket: Bucket,
-        pending: Pending | None,
-        flagged: Pending | None,
-        own: int,
-        mean_of: int | None = None,
-    ) -> None:
-        """Encode the bucket with ``pending``, or the mean of a shard."""
-        adds = pending is not None and pending.grad is not None
-        weighted = given(buffer, pending)
-        grid, *table = self.layout.table(mean_of)
-        most, apart, shared = self.layout.tiles, self.layout.blocks, mean_of is not None
+        adds, keeps, given = source(buffer, bucket, mine)
+        grid, *table = self._tiles.table(mine)
+        most, apart = self._tiles.of, self.layout.blocks
         if not self._block:
             words = apart * self.layout.shards
             if bucket.pending is not None:
@@ -594,22 +435,21 @@ class Table:
             launch(
                 raise_peaks,
                 grid,
-                *(*weighted, *table, self.block_size, most, apart),
+                *(*given, *table, self.block_size, most, apart),
                 ADD=adds,
                 LARGE=self.block_size >= TILE,
-                MEAN=shared,
+                MEAN=mine is not None,
                 TILE=TILE,
             )
-        nbytes = 0 if shared else packed[0].layout.nbytes
+        keys = self._tiles.parts if self.nearest else self._tiles.keys(bucket)
         launch(
             round_tiles,
             grid,
-            *(*weighted, *table, self._keys_of(bucket), bucket.step, self.block_size, most, apart),
-            *(packed[0][0], nbytes, packed[0][1], nbytes // 4, len(packed)),
-            *(*ending(packed[0], flagged), own),
+            *(*given, *table, keys, bucket.step, self.block_size, most, apart),
+            *target(packed, bucket),
             ADD=adds,
-            KEEP=adds or pending is None,
-            MEAN=shared,
+            KEEP=keeps,
+            MEAN=mine is not None,
             NEAREST=self.nearest,
             BITS=self.bits,
             BLOCK=self._block,
@@ -618,25 +458,18 @@ class Table:
 
     def _average(
         self,
-        payloads: Sequence[Sequence[Tensor]],
+        payloads: Sequence[Payload],
         out: Tensor,
         flags: Sequence[Tensor],
-        mean_of: int | None = None,
+        mine: int | None = None,
     ) -> None:
-        """Write all parts' means, or the mean of a shard as a row."""
-        codes, codes_apart = evenly([payload[0] for payload in payloads])
-        norms, norms_apart = evenly([payload[1] for payload in payloads])
-        workers, shard = len(payloads), (0, 0)
-        if self.layout.shards > 1 and mean_of is None:  # a payload for each shard
-            workers, shard = 1, (codes_apart, norms_apart)
-        first, flags_apart = evenly(flags or [norms])
-        grid, *table = self.layout.table(mean_of)
+        grid, *table = self._tiles.table(mine)
         launch(
             average_tiles,
             grid,
-            *(codes, codes_apart, shard[0], norms, norms_apart, shard[1], workers, 1 / workers),
-            *(out, first, flags_apart, len(flags), *table, self.block_size),
-            MEAN=mean_of is not None,
+            *(*arrivals(self, payloads, mine), out, *flags_of(flags, out), *table),
+            self.block_size,
+            MEAN=mine is not None,
             BITS=self.bits,
             TILE=TILE,
         )

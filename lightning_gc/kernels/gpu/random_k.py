@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_gc.core.message import Packed, evenly
 from lightning_gc.core.segments import PIECE, Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, word
-from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, sample
+from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, flags_of, given, sample
 from lightning_gc.kernels.permutation import ROUNDS, first, shift_of
 
 _ROUNDS = tl.constexpr(ROUNDS)
@@ -210,11 +210,10 @@ def encode(
     """
     packed = pending.reserve([(torch.float32, sent)])
     count = table.shape[1]
-    grad = buffer if pending.grad is None else pending.grad
     launch(
         take_drawn,
         (count,),
-        *(buffer, grad, pending.decay, pending.gain, pending.peaks, table, count, step),
+        *(*given(buffer, pending), table, count, step),
         *(packed[0], *pending.ending(packed)),
         ADD=pending.grad is not None,
         SCALED=scaled,
@@ -236,12 +235,11 @@ def average(
         pending: has the flags.
     """
     values, apart = evenly(payloads)
-    flags, flags_apart = evenly(pending.flags)
     launch(
         put_drawn,
         (table.shape[1],),
         *(values, apart, len(payloads), 1 / len(payloads), out),
-        *(flags, flags_apart, len(pending.flags), table, table.shape[1], step),
+        *(*flags_of(pending.flags, out), table, table.shape[1], step),
         BLOCK=ROW,
     )
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.message import Fields, Packed, evenly, reserve_all
+from lightning_gc.core.message import evenly
 from lightning_gc.core.segments import Pending, Segments, Workspace
 from lightning_gc.kernels.gpu.launch import is_finite, kernel, launch, magnitude_bits
 
@@ -234,13 +232,12 @@ def put_pieces(
 def put(taken: Sequence[Tensor], out: Tensor, table: Tensor, pending: Pending) -> None:
     """Write the mean of ``taken`` to the parameters of ``table``; see ``kernels.segments``."""
     own, apart = evenly(taken)
-    flags, stride = evenly(pending.flags)
     count = table.shape[1]
     launch(
         put_pieces,
         (count,),
         *(own, apart, len(taken), 1 / len(taken), out),
-        *(flags, stride, len(pending.flags), pending.segments.starts, table, count),
+        *(*flags_of(pending.flags, out), pending.segments.starts, table, count),
         BLOCK=ROW,
     )
 
@@ -271,26 +268,16 @@ def book_pieces(buffer, mean, times, peaks, table, count, ADD: tl.constexpr, BLO
         at += BLOCK
 
 
-def book(
-    buffer: Tensor,
-    mean: Tensor,
-    times: int,
-    table: tuple[tuple[int], Tensor, int],
-    pending: Pending | None,
-) -> None:
-    """Add ``times`` what is left of a mean, as ``schemes.base.book`` and the guard do.
-
-    Args:
-        buffer: of the whole bucket.
-        mean: a row of shards.
-        times: W.
-        table: the grid, pieces as ``kernels.segments.table_of`` returns them, and their number.
-        pending: the engine's work, or None.
-    """
-    grid, *pieces = table
+def book(buffer: Tensor, mean: Tensor, times: int, table: Tensor, pending: Pending | None) -> None:
+    """Add ``times`` what is left of a mean; see ``kernels.segments``."""
     peaks = buffer if pending is None else pending.peaks
-    adds = {"ADD": pending is not None, "BLOCK": ROW}
-    launch(book_pieces, grid, *(buffer, mean, float(times), peaks, *pieces), **adds)
+    launch(
+        book_pieces,
+        (table.shape[1],),
+        *(buffer, mean, float(times), peaks, table, table.shape[1]),
+        ADD=pending is not None,
+        BLOCK=ROW,
+    )
 
 
 def given(buffer: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor, float, float, Tensor]:
@@ -301,24 +288,9 @@ def given(buffer: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor, floa
     return buffer, grad, pending.decay, pending.gain, pending.peaks
 
 
-def reserved(
-    fields: Fields, like: Tensor, pending: Pending | None, shards: int = 1
-) -> tuple[list[Packed], Pending | None]:
-    """Return a payload for each shard, and the work whose flag the message carries.
-
-    The flag is sent only if there is one payload.
-    """
-    if pending is None or shards > 1:
-        return reserve_all(fields, like.device, shards), None
-    return [pending.reserve(fields)], pending if pending.flagged else None
-
-
-def ending(packed: Packed, pending: Pending | None) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return what ``end_message`` needs; without a flag it writes to memory that nobody reads."""
-    if pending is not None:
-        return pending.ending(packed)
-    flag = torch.empty(2, dtype=torch.float32, device=packed.message.device)
-    return flag[:1], flag[1:], packed.padding, packed.layout.padding
+def flags_of(flags: Sequence[Tensor], like: Tensor) -> tuple[Tensor, int, int]:
+    """Return the first of the flags that have arrived, their distance, and how many there are."""
+    return *evenly(flags or [like]), len(flags)
 
 
 def sample(numbers: Tensor) -> Pending:
@@ -328,23 +300,6 @@ def sample(numbers: Tensor) -> Pending:
     flag = torch.zeros(1, dtype=torch.float32, device=numbers.device)
     work = Workspace(segments)
     return Pending(segments, peak, flag, work, numbers.flip(0), decay=0.5, flags=[flag, flag])
-
-
-def attempt_shards(numbers: Tensor, table: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what ``table``, of two shards of the parts a and b of ``sample``, books twice."""
-    shapes = {"a": (500,), "b": (500,)}
-    for worker in range(2):
-        bucket = Bucket(numbers, shapes, worker=worker, workers=2, pending=sample(numbers))
-        left, means = numbers.clone(), numbers.new_empty(3, 1000)
-        sent = [table.encode(flat, bucket) for flat in (left, numbers.flip(0).pow(3))]
-        before = left.clone()
-        again = table.again([payloads[worker] for payloads in sent], left, bucket.again())
-        for payloads, mean in zip([*sent, [again, again]], means, strict=True):
-            table.average(payloads, mean, bucket.pending)
-        first, second, both = means.view(3, 2, 2, 250)[:, :, worker]
-        wanted = before.view(2, 2, 250).clone()
-        wanted[:, worker] += 2 * ((first + second) / 2 - both)
-        yield left, wanted.view(-1)
 
 
 def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -117,8 +117,8 @@ class Shards:
         packed[0].copy_(round_to_bfloat16(mean))
         pending.end(packed)
         if pending.grad is not None:
-            idle = (pending.peaks == 0).numpy()[rows[:, 3]]
-            book(buffer, mean, len(self.spans), np.ascontiguousarray(rows[:, :3]), idle)
+            table = np.ascontiguousarray(rows[:, [3, 0, 1, 2]].T, np.int32)
+            book(buffer, mean, len(self.spans), torch.from_numpy(table), pending)
         return packed.first(1)
 
     def average(self, payloads: Sequence[Payload], out: Tensor, pending: Pending | None) -> None:

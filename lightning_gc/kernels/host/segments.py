@@ -18,6 +18,7 @@ from lightning_gc.kernels.host.tensors import copy, jit, multiply_add
 
 CHUNK = 1024
 """Elements whose intermediate numbers lie in the first cache."""
+_BUSY = np.ones(1, np.float32)
 
 
 @intrinsic
@@ -125,34 +126,20 @@ def _put(places, numel, share, out, table):
             first = False
 
 
-def book(
-    buffer: Tensor,
-    mean: Tensor,
-    times: int,
-    places: np.ndarray[Any, Any],
-    idle: np.ndarray[Any, Any] | None = None,
-) -> None:
-    """Add ``times`` what is left of a mean, as ``schemes.base.book`` and the guard do.
-
-    Args:
-        buffer: of the whole bucket.
-        mean: a row of shards.
-        times: W.
-        places: first element and end in the bucket, and first element in the row, ``(n, 3)`` int64.
-        idle: which of them are of idle parameters, ``(n,)``; the engine has set their errors aside
-            if it is left out.
-    """
-    idle = np.zeros(len(places), np.bool_) if idle is None else idle
-    _book(buffer.numpy(), mean.numpy(), np.float32(times), places, idle)
+def book(buffer: Tensor, mean: Tensor, times: int, table: Tensor, pending: Pending | None) -> None:
+    """Add ``times`` what is left of a mean; see ``kernels.segments``."""
+    peaks = _BUSY if pending is None else pending.peaks.numpy()
+    arrays = buffer.numpy(), mean.numpy(), peaks, table.numpy()
+    _book(*arrays, np.float32(times), pending is not None)
 
 
 @jit
-def _book(buffer, mean, times, places, idle):
-    for part in range(places.shape[0]):
-        start, stop, row = places[part]
-        mine, left = buffer[start:stop], mean[row : row + stop - start]
+def _book(buffer, mean, peaks, table, times, add):
+    for piece in range(table.shape[1]):
+        segment, start, stop, place = table[:, piece]
+        mine, left = buffer[start:stop], mean[place : place + stop - start]
         clean(left)
-        if idle[part]:  # the error is added when the sum has been rounded
+        if add and peaks[segment] == 0:  # the error is added when the sum has been rounded
             for i in range(mine.size):
                 left[i] *= times
             clean(left)

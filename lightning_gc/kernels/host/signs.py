@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.message import Packed, reserve_all
-from lightning_gc.core.segments import PIECE, Pending
-from lightning_gc.kernels.host.segments import book
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.message import Packed
+from lightning_gc.core.segments import PIECE
 from lightning_gc.kernels.host.tensors import jit, magnitude, multiply_add, times
-from lightning_gc.kernels.signs import LANES, SUMS, Layout, Levels, least_of
+from lightning_gc.kernels.signs import LANES, SUMS, Levels, SignTable, least_of
 
 _BLOCK = 2048  # elements whose signs lie in the first cache
 _SPREAD = ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.uint8).view(np.uint64)[:, 0]
@@ -30,93 +31,65 @@ def mean(numbers: Tensor, share: float) -> Tensor:
     )
 
 
-class Table:
-    """Encodes and decodes the parts of a layout; see ``kernels.signs.Layout``.
+class Table(SignTable):
+    """Encodes and decodes parts of a bucket; see ``kernels.signs.SignTable``."""
 
-    Args:
-        layout: of the payloads.
-        device: of the bucket.
-    """
+    @functools.cached_property
+    def _places(self) -> list[np.ndarray[Any, Any]]:
+        """By shard, where kernels find parts: first element, end, elements, first byte."""
+        return [
+            np.array([(row.start, row.stop, row.numel, row.byte) for row in rows], np.int64)
+            for rows in self.layout.rows
+        ]
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.layout = layout
-        self._rows = [np.array(rows, np.int64) for rows in layout.rows]
-        longest = max(row.numel for rows in layout.rows for row in rows)
-        self._sums = np.empty(-(-longest // PIECE), np.float32)
+    @functools.cached_property
+    def _sums(self) -> np.ndarray[Any, Any]:
+        longest = max(row.numel for rows in self.layout.rows for row in rows)
+        return np.empty(-(-longest // PIECE), np.float32)
 
-    def encode(self, buffer: Tensor, bucket: Bucket) -> list[Packed]:
-        """Move signs and means out of ``buffer``: a payload (signs, means) for each shard."""
-        packed = reserve_all(self.layout.fields, buffer.device, self.layout.shards)
-        keys = self._keys_of(bucket)
-        for rows, payload, own in zip(self._rows, packed, keys, strict=True):
-            self._take(buffer, rows[:, 1:5], payload, own, bucket.step, 0.0)
-        return packed
+    def _in_row(self, mine: int) -> np.ndarray[Any, Any]:
+        """Return the same of shard ``mine`` in a row of shards."""
+        rows = self.layout.rows[mine]
+        return np.array([(r.row, r.row + r.numel, r.numel, r.byte) for r in rows], np.int64)
 
-    def average(
-        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, pending: Pending | None
+    def _encode(
+        self, packed: Sequence[Packed], buffer: Tensor, bucket: Bucket, mine: int | None
     ) -> None:
-        """Write the mean of all workers' payloads, or all shards' payloads, to ``out``."""
-        workers = len(payloads)
-        if self.layout.shards == 1:
-            self._average(payloads, out, self._rows[0][:, [1, 2, 4]], workers)
-            return
-        for rows, payload in zip(self._rows, payloads, strict=True):
-            self._average([payload], out, rows[:, [1, 2, 4]], workers)
+        places = self._places if mine is None else [self._in_row(mine)]
+        least = np.float32(0.0 if mine is None else least_of(bucket.workers))
+        of = _KINDS[self.levels], np.uint32(bucket.step & 0xFFFFFFFF), least
+        for shard, payload in enumerate(packed):
+            signs, levels = payload
+            keys = self._keys_of(bucket, mine or shard)
+            arrays = buffer.numpy(), places[shard], keys, signs.numpy(), levels.numpy()
+            _encode(*arrays, self._sums, *of)
+            payload.padding.zero_()
 
-    def again(self, payloads: Sequence[Sequence[Tensor]], buffer: Tensor, bucket: Bucket) -> Packed:
-        """Return the payload of the mean of this worker's shard, and book what it loses.
-
-        Args:
-            payloads: of this shard, from all workers.
-            buffer: of the whole bucket; W times the loss is added to the shard.
-            bucket: in its second phase.
-        """
-        rows, (packed,) = (
-            self._rows[bucket.worker],
-            reserve_all(self.layout.fields, buffer.device, 1),
-        )
-        begins, sizes, bytes_of = rows[:, 7], rows[:, 3], rows[:, 4]
-        mean = buffer.new_empty(self.layout.numel)
-        self._average(payloads, mean, np.column_stack([begins, begins + sizes, bytes_of]))
-        row = np.column_stack([begins, begins + sizes, sizes, bytes_of])
-        keys = self._keys_of(bucket)[bucket.worker]
-        self._take(mean, row, packed, keys, bucket.step, least_of(bucket.workers))
-        book(buffer, mean, self.layout.shards, rows[:, [1, 2, 7]])
-        return packed
-
-    def _keys_of(self, bucket: Bucket) -> np.ndarray[Any, Any]:
-        """Return the keys of each shard's rows, ``(W, n)`` uint64."""
-        return np.array(self.layout.keys(bucket), np.uint64).reshape(self.layout.shards, -1)
-
-    def _take(
-        self,
-        flat: Tensor,
-        places: np.ndarray[Any, Any],
-        packed: Packed,
-        keys: np.ndarray[Any, Any],
-        step: int,
-        least: float,
-    ) -> None:
-        signs, levels = packed
-        arrays = flat.numpy(), places, keys, signs.numpy(), levels.numpy()
-        kind = _KINDS[self.layout.levels]
-        _encode(*arrays, self._sums, kind, np.uint32(step & 0xFFFFFFFF), np.float32(least))
-        packed.padding.zero_()
+    def _keys_of(self, bucket: Bucket, shard: int) -> np.ndarray[Any, Any]:
+        """Return the keys of a shard's coins, ``(n,)`` uint64; zeros if none are tossed."""
+        count = len(self.layout.rows[shard])
+        if self.levels != "votes":
+            return np.zeros(count, np.uint64)
+        names = self.layout.names[shard * count : (shard + 1) * count]
+        return np.array([bucket.key(name) for name in names], np.uint64)
 
     def _average(
         self,
-        payloads: Sequence[Sequence[Tensor]],
+        payloads: Sequence[Payload],
         out: Tensor,
-        places: np.ndarray[Any, Any],
-        voters: int = 0,
+        flags: Sequence[Tensor],
+        mine: int | None = None,
     ) -> None:
-        """Write the mean of ``payloads``, or the majority of ``voters``."""
-        share, split = np.float32(1 / len(payloads)), self.layout.levels == "means"
-        for sender, (signs, levels) in enumerate(payloads):
-            arrays = out.numpy(), places, signs.numpy(), levels.numpy()
-            _add(*arrays, share, split, sender == 0, _SPREAD)
-        if voters and self.layout.levels == "votes":
-            _decide(out.numpy(), places, np.float32(least_of(voters)))
+        assert not flags, "the engine poisons means on the host"
+        places = self._places if mine is None else [self._in_row(mine)]
+        for shard, own in enumerate(places):
+            sent = payloads if len(places) == 1 else payloads[shard : shard + 1]
+            for sender, (signs, levels) in enumerate(sent):
+                arrays = out.numpy(), own, signs.numpy(), levels.numpy()
+                split, share = self.levels == "means", np.float32(1 / len(sent))
+                _add(*arrays, share, split, sender == 0, _SPREAD)
+            if self.levels == "votes" and mine is None:
+                _decide(out.numpy(), own, np.float32(least_of(len(payloads))))
 
 
 _KINDS = {"magnitude": 0, "means": 1, "votes": 2}
@@ -270,7 +243,7 @@ def _add(out, places, signs, means, share, split, first, spread):
     flags = np.empty(_BLOCK, np.uint8)
     words = flags.view(np.uint64)
     for part in range(places.shape[0]):
-        start, stop, byte = places[part]
+        start, stop, _, byte = places[part]
         above = means[2 * part + 1] if split else means[part]
         below = means[2 * part] if split else -above
         # Rounded once, as a product that is added to 0.
@@ -328,11 +301,11 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     }
     for levels, (low, high) in layouts.items():
         left, out = numbers.clone(), numbers.clone()
-        layout = Layout([("a", 0, 0, size)], levels)
-        table, positive = Table(layout, numbers.device), ~negative
+        parts = [("a", 0, 0, size)]
+        table, positive = Table(parts, levels, numbers.device), ~negative
         if levels == "votes":
             (zeros,) = (numbers == 0).nonzero(as_tuple=True)
-            positive[zeros] = reference.coins(layout.keys(bucket)[0], 0, zeros)
+            positive[zeros] = reference.coins(bucket.key("a"), 0, zeros)
         ((signs, sent),) = table.encode(left, bucket)
         value = torch.where(positive, high, low)
         yield signs, pack(positive.to(torch.uint8), 1)

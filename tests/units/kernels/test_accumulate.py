@@ -20,7 +20,7 @@ def test_any_number_anywhere(numel: int, scale: float) -> None:
             for dtype in (torch.float32, torch.bfloat16):
                 values = narrow(x.roll(1)[:chosen], dtype)
                 ours, theirs = here(x), x.clone()
-                assert fused(ours, "tensors")
+                assert fused(ours, "sparse")
                 accumulate(ours, here(positions), here(values), scale)
                 reference(theirs, positions, values, scale)
                 assert same(ours, theirs)

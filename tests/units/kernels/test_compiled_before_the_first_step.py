@@ -18,9 +18,7 @@ from tests.support.kernel_device import DEVICE, here, marks, some
 
 pytestmark = marks
 ALIGNED = {
-    "tensors.mark": {"buffer", "numel"},
-    "tensors.compact": set[str](),
-    "tensors.scatter_add": set[str](),
+    "sparse.scatter_add": set[str](),
     "levels.round_and_pack": {"buffer", "numel"},
     "levels.unpack_and_add": {"out", "numel"},
     "levels.raise_peaks": set[str](),

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or INTERPRETED, reason="needs triton's compiler"
 )
 POINTERS = {
-    "threshold": "*fp32", "bitmap": "*u8", "counts": "*i32", "ends": "*i32", "values": "*fp32",
+    "bitmap": "*u8", "counts": "*i32", "values": "*fp32", "parts": "*i64",
     "positions": "*i64", "out": "*fp32", "buffer": "*fp32", "norms": "*fp32", "noise": "*fp32",
     "packed": "*u8", "scale": "fp32", "seed": "i64", "pieces": "*i32", "found": "*i32",
     "peaks": "*fp32", "target": "*fp32", "source": "*fp32", "flag": "*fp32", "grad": "*fp32",
@@ -32,17 +32,15 @@ POINTERS = {
 }  # fmt: skip
 FAMILIES = {
     "segments": {"mean": "*fp32"},
-    "levels": {"mean": "*fp32", "most": "*i32", "parts": "*i64"},
+    "levels": {"mean": "*fp32", "most": "*i32"},
     "low_rank": {"before": "*fp32", "most": "fp32"},
-    "sparse": {"before": "*i32", "positions": "*i32", "tiles": "i32"},
-    "chunks": {"positions": "*i32"},
-    "blocks": {"numbers": "*fp32", "positions": "*i32", "parts": "*i64"},
+    "sparse": {"before": "*i32", "positions": "*i32", "tiles": "i32", "parts": "i32"},
+    "chunks": {"positions": "*i32", "parts": "i32"},
+    "blocks": {"numbers": "*fp32", "positions": "*i32"},
 }
 """Types of arguments that mean something else in other families."""
 BLOCKS = [(0, 2, 0, True), (0, 4, 0, False), (1, 8, 0, False), (2, 8, 7, False), (2, 4, 3, True)]
 KERNELS = [
-    ("select", "mark", {"GROUPS": 256}),
-    ("select", "compact", {"BLOCK": 2048}),
     ("accumulate", "scatter_add", {"BLOCK": 512}),
     ("segments", "largest", {"BLOCK": 1024}),
     ("segments", "move_pieces", {"ADD": False, "TAKE": True, "BLOCK": 1024}),
@@ -155,7 +153,7 @@ KERNELS = [
                     **{"PIECE": 1 << 15, "SUMS": 256, "LEVELS": 8},
                 },
             ),
-            ("average_signs", {"GROUPS": 128}),
+            ("average_signs", {"GROUPS": 128, "PIECE": 1 << 15}),
         )
     ),
     *(

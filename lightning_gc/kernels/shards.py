@@ -1,0 +1,166 @@
+"""Parts of a bucket in W shards: where they lie, and the exchange of all shards in kernels."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_gc.core.bit_packing import packed_bytes
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.message import Fields, Packed, reserve_all
+from lightning_gc.core.segments import Pending
+from lightning_gc.kernels import segments
+
+
+class Row(NamedTuple):
+    """A shard of a part, and where its codes and numbers lie in the shard's payload.
+
+    Attributes:
+        place: index of the parameter among the bucket's that are not empty.
+        begin: first element of the parameter.
+        start, stop: first element of the shard in the bucket, and end.
+        numel: elements that are encoded, with zeros behind ``stop`` if there are more.
+        byte: first byte of its codes.
+        block: index of its first block.
+        shard: its number.
+        row: its first element in a row of shards.
+    """
+
+    place: int
+    begin: int
+    start: int
+    stop: int
+    numel: int
+    byte: int
+    block: int
+    shard: int
+    row: int
+
+
+class Layout:
+    """The parts of a bucket, or W shards of each, that share payloads of codes and numbers.
+
+    Args:
+        parts: of each part, the parameter's name, its index among the bucket's that are not empty,
+            its first element and its end.
+        bits: of a code.
+        block_size: elements that share a number, or several.
+        shards: W, or 1. A payload holds one shard of each part.
+
+    Attributes:
+        rows: by shard, a row for each part.
+        names: of all rows, for random numbers.
+        codes, blocks: bytes of codes in a payload, and blocks.
+        numel: elements of a row of shards.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, int, int, int]],
+        bits: int,
+        block_size: int,
+        shards: int = 1,
+    ) -> None:
+        self.shards, self.rows, self.names = shards, list[list[Row]](), list[str]()
+        for shard in range(shards):
+            self.codes = self.blocks = self.numel = 0
+            self.rows.append([])
+            for name, place, begin, end in parts:
+                size = -(-(end - begin) // shards)
+                start = min(begin + shard * size, end)
+                sent = size, self.codes, self.blocks, shard, self.numel
+                self.rows[-1].append(Row(place, begin, start, min(start + size, end), *sent))
+                self.names.append(name if shards == 1 else f"{name}#{shard}")
+                self.codes += packed_bytes(size, bits)
+                self.blocks -= -size // block_size
+                self.numel += size
+
+    @functools.cached_property
+    def pieces(self) -> Callable[[int, torch.device], Tensor]:
+        """Return the pieces of a shard on a device, as ``segments.table_of`` does; from a cache."""
+
+        def made(shard: int, device: torch.device) -> Tensor:
+            places = [(row.place, row.start, row.stop, row.row) for row in self.rows[shard]]
+            return segments.table_of(places, device)
+
+        return functools.cache(made)
+
+
+class ShardTable(abc.ABC):
+    """Encodes and decodes the parts of a layout; see ``compressors.base.ShardKernels``.
+
+    Args:
+        layout: of the payloads. A payload is codes, and a tensor of each of the numbers.
+        numbers: lengths of the tensors of numbers, which are float32.
+
+    Attributes:
+        fields: dtype and length of each tensor of a payload.
+    """
+
+    def __init__(self, layout: Layout, *numbers: int) -> None:
+        self.layout = layout
+        self.fields: Fields = [(torch.uint8, layout.codes), *((torch.float32, n) for n in numbers)]
+
+    @abc.abstractmethod
+    def _encode(
+        self, packed: Sequence[Packed], buffer: Tensor, bucket: Bucket, mine: int | None
+    ) -> None:
+        """Fill a payload for each shard, or the payload of shard ``mine``.
+
+        Args:
+            packed: filled, with the ends of messages.
+            buffer: of the bucket, as ``core.segments.Pending`` says; or the mean of shard ``mine``,
+                which keeps what is not sent.
+            bucket: has the engine's work.
+            mine: this worker's shard, or None.
+        """
+
+    @abc.abstractmethod
+    def _average(
+        self,
+        payloads: Sequence[Payload],
+        out: Tensor,
+        flags: Sequence[Tensor],
+        mine: int | None = None,
+    ) -> None:
+        """Write all parts' means and the flags; or the mean of shard ``mine``, as a row."""
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> list[Packed]:
+        """Return each shard's payload, as ``core.segments.Pending`` says."""
+        packed = self._reserve(buffer, bucket.pending, self.layout.shards)
+        self._encode(packed, buffer, bucket, None)
+        return [payload.first(len(self.fields)) for payload in packed]
+
+    def average(self, payloads: Sequence[Payload], out: Tensor, pending: Pending | None) -> None:
+        """Write the mean of all workers' payloads, or all shards' payloads, to ``out``."""
+        self._average(payloads, out, [] if pending is None else pending.flags)
+
+    def again(self, payloads: Sequence[Payload], buffer: Tensor, bucket: Bucket) -> Packed:
+        """Return the payload of the mean of this worker's shard, and book what it loses.
+
+        Args:
+            payloads: of this shard, from all workers.
+            buffer: of the whole bucket; W times the loss is added to the shard.
+            bucket: in its second phase.
+        """
+        pending, mine = bucket.pending, bucket.worker
+        mean = buffer.new_empty(self.layout.numel)
+        self._average(payloads, mean, [], mine)
+        packed = self._reserve(buffer, pending, 1)
+        self._encode(packed, mean, bucket, mine)
+        if pending is None or pending.grad is not None:
+            pieces = self.layout.pieces(mine, buffer.device)
+            segments.book(buffer, mean, self.layout.shards, pieces, pending)
+        return packed[0].first(len(self.fields))
+
+    def _reserve(self, buffer: Tensor, pending: Pending | None, count: int) -> list[Packed]:
+        """Return payloads to fill; only one alone has room for the guard's flag."""
+        if pending is None or count > 1:
+            return reserve_all(self.fields, buffer.device, count)
+        return [pending.reserve(self.fields)]
