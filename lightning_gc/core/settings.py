@@ -6,7 +6,7 @@ import inspect
 import math
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from lightning_gc.core.registry import default_of, did_you_mean
 
@@ -22,7 +22,8 @@ class CheckedCalls(ABCMeta):
     """Metaclass: refuse a call with wrong arguments in a sentence.
 
     Python's ``TypeError`` names internal classes, and no argument that was meant. A call that binds
-    costs nothing.
+    costs nothing. A class may have ``elsewhere``: argument that people expect -> the end of the
+    sentence that refuses it.
 
     Raises:
         ValueError: an unknown argument, one that is missing, too many, or 1 as a share of elements.
@@ -110,12 +111,7 @@ class Settings(metaclass=CheckedCalls):
 
     Raises:
         ValueError: a text in a numeric field, or a fraction in an ``int`` field.
-
-    Attributes:
-        elsewhere: argument that people expect -> the end of the sentence that refuses it.
     """
-
-    elsewhere: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self, *init_only: Any) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -146,12 +142,12 @@ class Settings(metaclass=CheckedCalls):
     def __str__(self) -> str:
         return short(self)
 
-    def as_written(self) -> "Settings":
+    def _as_written(self) -> "Settings":
         """Return what a user would have given for this."""
         return self
 
     @property
-    def main_field(self) -> str | None:
+    def _main_field(self) -> str | None:
         """The field that is always shown, without its name; None: no field."""
         return None
 
@@ -168,8 +164,8 @@ def short(value: Any) -> str:
     """
     main = None
     if isinstance(value, Settings):
-        value = value.as_written()
-        main = value.main_field
+        value = value._as_written()
+        main = value._main_field
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
     fields = [field for field in dataclasses.fields(value) if field.init]
