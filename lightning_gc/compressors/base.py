@@ -199,7 +199,7 @@ class Compressor(Settings, abc.ABC):
     """
 
     _turns: ClassVar[str] = ""
-    """Field with the compressor whose knob this one has; "": the knob is a field of its own."""
+    """Name of the field with the compressor that has the knob; "": this compressor has it."""
 
     @property
     @abc.abstractmethod
@@ -243,7 +243,7 @@ class Compressor(Settings, abc.ABC):
 
     @property
     def whole(self) -> Whole:
-        """What the compressor does with whole buckets; authors need not know it."""
+        """The compressor as the engine uses it; authors need not know this object."""
         return Whole()
 
     @property

@@ -50,12 +50,12 @@ def joint_of(bucket: Bucket, scheme: CodecScheme | None) -> Joint:
 
 
 class Whole:
-    """What a compressor does for the engine when it has a whole bucket. By default nothing."""
+    """A compressor as the engine uses it on a whole bucket."""
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         """Return whether ``flow`` does for this bucket what ``core.segments.Pending`` says.
 
-        By default the engine does that work, in kernels of its own.
+        By default the engine does that work, in its own kernels.
         """
         return False
 
@@ -195,13 +195,13 @@ class WholeCodec(Whole):
             self.receive(tuple(payload), out, share, bucket, None if averaged else sender)
 
     def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
-        """Return kernels that encode all shards of ``buffer`` at once; None: there are none."""
+        """Return kernels that encode all shards of ``buffer`` at once, or None without kernels."""
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class JointCodec(WholeCodec):
-    """Encode parts of a bucket in one payload whose tensors are those of the parts, one by one.
+    """Encode parts of a bucket in one payload.
 
     The payload has each field of the parts' codec, the parts' tensors one after the other. Its
     message thus has the same bytes as messages of separate payloads. Without ``kernels`` it works
