@@ -24,7 +24,7 @@ from torch import nn
 
 import lightning_gc as gc
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.joint import WholeCodec
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core.flow import Flow
 from lightning_gc.engine.engine import Engine
@@ -169,14 +169,16 @@ class Step:
     @contextlib.contextmanager
     def parts(self) -> Iterator[None]:
         """Time codecs' ``send`` and ``receive``."""
-        kept: dict[str, Callable[..., Any]] = {"send": Codec.send, "receive": Codec.receive}
+        kept: dict[str, Callable[..., Any]] = {
+            name: getattr(WholeCodec, name) for name in ("send", "receive")
+        }
         for (name, method), part in zip(kept.items(), ("encode", "decode"), strict=True):
-            setattr(Codec, name, self._measured(method, part))
+            setattr(WholeCodec, name, self._measured(method, part))
         try:
             yield
         finally:
             for name, method in kept.items():
-                setattr(Codec, name, method)
+                setattr(WholeCodec, name, method)
 
     def _measured(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
         def measured(*arguments: Any) -> Any:

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Literal, Self
 
-import torch
 from torch import Tensor
 
-from lightning_gc.core import (
-    Bucket,
-    Choice,
-    Flow,
-    Limits,
-    Mean,
-    Payload,
-    Range,
-    Structure,
-    Wire,
-    payload_validation,
-)
+from lightning_gc.compressors.joint import CodecScheme, JointCollective, Part, Whole, WholeCodec
+from lightning_gc.core import Bucket, Choice, Flow, Mean, Payload, Range, Structure, Wire
 from lightning_gc.core.saved_state import NOTHING
-from lightning_gc.core.segments import Pending
 from lightning_gc.core.settings import Settings
-from lightning_gc.core.wire import limits
-from lightning_gc.kernels.dispatch import fused
 
 Kind = Literal["dense", "sparsifier", "quantiser", "low rank"]
 
@@ -205,30 +190,6 @@ class Unbounded:
 Bound = Contraction | AbsoluteError | Multiple | Unbounded
 
 
-Joint = Literal["no", "parts", "shards", "ranges"]
-
-
-class CodecScheme(Protocol):
-    """The interface of a scheme that codecs use; see ``lightning_gc.schemes``."""
-
-    def joint(self, workers: int) -> Joint:
-        """Return whether parameters may share a payload: no, or as parts, shards or ranges."""
-
-    @property
-    def averages(self) -> bool:
-        """Whether payloads are averaged before they are decoded."""
-
-    @property
-    def scatters(self) -> bool:
-        """Whether each worker gets only its shard of the mean."""
-
-    def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Exchange the payloads of ``codec`` for ``buffer`` and write their mean to ``out``."""
-
-    def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        """Exchange ``buffer`` uncompressed and write the mean to ``out``."""
-
-
 class Compressor(Settings, abc.ABC):
     """Exchange gradients in fewer bytes.
 
@@ -236,6 +197,9 @@ class Compressor(Settings, abc.ABC):
     method with one communication round is a ``Codec``. A method that defines its rounds is a
     ``Collective``.
     """
+
+    _turns: ClassVar[str] = ""
+    """Name of the field with the compressor that has the knob; "": this compressor has it."""
 
     @property
     @abc.abstractmethod
@@ -277,12 +241,10 @@ class Compressor(Settings, abc.ABC):
         """
         return Waits()
 
-    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        """Return whether ``flow`` does for this bucket what ``core.segments.Pending`` says.
-
-        By default the engine does that work, in kernels of its own.
-        """
-        return False
+    @property
+    def whole(self) -> Whole:
+        """The compressor as the engine uses it; authors need not know this object."""
+        return Whole()
 
     @property
     def method(self) -> Compressor:
@@ -301,25 +263,21 @@ class Compressor(Settings, abc.ABC):
         """Return the compressor to run on a tensor of this shape; None sends it dense."""
         return self
 
-    def for_shards(self, shards: int) -> Compressor:
-        """Return the compressor for tensors that are first cut into ``shards`` parts.
-
-        Size limits refer to full tensors, so they must be scaled for shards.
-        """
-        return self
-
     @property
     def knob(self) -> Knob | None:
         """The field that a controller sets, or None."""
         return self.traits.knob
 
     @property
-    def main_field(self) -> str | None:
+    def _main_field(self) -> str | None:
         return None if self.knob is None else self.knob.field
 
     @property
     def level(self) -> float | None:
         """The knob's value, or None without a knob."""
+        if self._turns:
+            inner: Compressor = getattr(self, self._turns)
+            return inner.level
         return None if self.knob is None else getattr(self, self.knob.field)
 
     def at(self, level: float) -> Self:
@@ -328,6 +286,9 @@ class Compressor(Settings, abc.ABC):
         Raises:
             ValueError: the compressor has no knob, or ``level`` is not a number.
         """
+        if self._turns:
+            inner: Compressor = getattr(self, self._turns)
+            return dataclasses.replace(self, **{self._turns: inner.at(level)})  # type: ignore[type-var]
         knob = self.knob
         if knob is None:
             raise ValueError(f"{self} has no knob, so it cannot be set to level {level!r}.")
@@ -335,21 +296,6 @@ class Compressor(Settings, abc.ABC):
             raise ValueError(f"{self} cannot be set to level nan; give a number.")
         changes: dict[str, Any] = {knob.field: knob.clamp(level)}
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
-
-    def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:
-        """Return this compressor with separate levels for some parameters.
-
-        Args:
-            levels: parameter name -> level; None sends the parameter uncompressed.
-            dense: whether all other parameters are sent uncompressed.
-
-        Raises:
-            ValueError: the compressor works on whole buckets.
-        """
-        raise ValueError(
-            f"{self} works on whole buckets, so parameters cannot have separate levels "
-            f"({', '.join(levels)}); use PerParameter({self})."
-        )
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
@@ -401,255 +347,16 @@ class Codec(Compressor):
             ValueError: the payload cannot come from this compressor (bytes are not trusted).
         """
 
-    @property
-    def joint_kind(self) -> Hashable:
-        """Parameters of a bucket whose codecs have equal kinds share a payload; None: no others."""
-        return None
-
-    def join(self, parts: tuple[Part, ...]) -> Codec:
-        """Return a codec that encodes ``parts`` of a bucket in one payload.
-
-        Elements and mean are the same, bit for bit, as with a payload for each part. Elements of
-        the bucket outside the parts are not changed. Called only if ``joint_kind`` is not None.
-        """
-        raise NotImplementedError(f"{self} does not join parameters.")
-
-    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
-        """Return kernels that encode all shards of ``buffer`` at once; None: there are none."""
-        return None
-
-    def in_rows(self, buffer: Tensor) -> bool:
-        """Return whether shards of all parts are best copied to rows, which are coded together."""
-        return False
-
-    def elements(self, numel: int) -> int:
-        """Return how many of ``numel`` elements of a buffer are encoded."""
+    def sent(self, payload: Payload, numel: int) -> int:
+        """Return how many of ``numel`` elements the payload carries: by default all."""
         return numel
 
-    def sent(self, payload: Payload, numel: int) -> int:
-        """Return how many of ``numel`` elements the payload carries."""
-        return self.elements(numel)
-
-    def send(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        """Encode and add the payload to the tally. For schemes."""
-        payload = self.encode(buffer, bucket)
-        self.note(payload, buffer.numel(), bucket)
-        return payload
-
-    def note(self, payload: Payload, numel: int, bucket: Bucket) -> None:
-        """Add the payload of a buffer of ``numel`` elements to the tally."""
-        if bucket.phase == 0:
-            # A shard's buffer may be padded beyond its bucket.
-            sent = min(self.sent(payload, numel), bucket.numel)
-            bucket.tally.count(min(self.elements(numel), bucket.numel), sent, payload)
-
-    def receive(
-        self, payload: Payload, out: Tensor, scale: float, bucket: Bucket, sender: int | None
-    ) -> None:
-        """Check and decode the payload of worker ``sender``, or the mean of all payloads if None.
-
-        Raises:
-            ValueError: the payload cannot come from this compressor. The message names the sender.
-        """
-        with payload_validation.naming(self, bucket, sender):
-            payload_validation.fields(payload, wire_of(self, out.numel()))
-            self.decode(payload, out, scale, bucket)
-
-    def check(self, payloads: Sequence[Payload], bucket: Bucket, *, averaged: bool = False) -> None:
-        """Raise ValueError, which names the sender, if tensors of a payload have wrong lengths."""
-        for sender, payload in enumerate(payloads):
-            with payload_validation.naming(self, bucket, None if averaged else sender):
-                payload_validation.fields(tuple(payload), wire_of(self, bucket.numel))
-
-    def clear(self, out: Tensor) -> None:
-        """Zero the elements of ``out``, ``(numel,)``, that ``decode`` adds to."""
-        out.zero_()
-
-    def receive_all(
-        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
-    ) -> None:
-        """Write the mean of the workers' payloads to ``out``, ``(numel,)``.
-
-        Args:
-            payloads: of all workers, in their order; or, if ``averaged``, their mean only.
-            out: overwritten.
-            bucket: as for ``decode``.
-            averaged: whether the transport has averaged the payloads.
-
-        Raises:
-            ValueError: as ``receive``.
-        """
-        self.clear(out)
-        for sender, payload in enumerate(payloads):
-            share = 1.0 if averaged else 1 / len(payloads)
-            self.receive(tuple(payload), out, share, bucket, None if averaged else sender)
+    @property
+    def whole(self) -> WholeCodec:
+        return WholeCodec(self)
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        assert scheme is not None
-        yield from scheme.flow(self, bucket, buffer, out)
-
-
-def absorbed(bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None, family: str) -> bool:
-    """Return whether a family's kernels of whole buckets can be used: on a GPU, without shards."""
-    parts = scheme is not None and scheme.joint(bucket.workers) == "parts"
-    return parts and fused(buffer, family)
-
-
-class ShardKernels(Protocol):
-    """Kernels that encode and decode all shards of a bucket at once."""
-
-    def encode(self, buffer: Tensor, bucket: Bucket) -> Sequence[Payload]:
-        """Move the sent part out of ``buffer``: a payload for each worker, its shards' parts."""
-
-    def again(self, payloads: Sequence[Payload], buffer: Tensor, bucket: Bucket) -> Payload:
-        """Average all workers' ``payloads`` of the own shard, and encode the mean.
-
-        W times the error of this second encoding is added to ``buffer``.
-        """
-
-    def average(self, payloads: Sequence[Payload], out: Tensor, pending: Pending | None) -> None:
-        """Write the shards of all workers to ``out``."""
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Exchange one bucket in two rounds of shards; see ``schemes.TwoShot``.
-
-    Attributes:
-        row: has the format of a payload.
-        elements: of all parts.
-        kernels: of all parts.
-        bucket, buffer: as for ``Codec.encode``.
-    """
-
-    row: Codec
-    elements: int
-    kernels: ShardKernels
-    bucket: Bucket
-    buffer: Tensor
-
-    def encode(self) -> Sequence[Payload]:
-        """Move the sent part out of the buffer: a payload for each worker."""
-        payloads = self.kernels.encode(self.buffer, self.bucket)
-        tensors = [tensor for payload in payloads for tensor in payload]
-        self.bucket.tally.count(self.elements, self.elements, tensors)
-        return payloads
-
-    def encode_mean(self, payloads: Sequence[Payload]) -> Payload:
-        """Average all workers' payloads of the own shard, encode the mean, and book the error."""
-        self.row.check(payloads, self.bucket)
-        return self.kernels.again(payloads, self.buffer, self.bucket.again())
-
-    def decode(self, payloads: Sequence[Payload], out: Tensor) -> None:
-        """Write the shards of all workers to ``out``."""
-        self.row.check(payloads, self.bucket)
-        self.kernels.average(payloads, out, self.bucket.pending)
-
-
-class Part(NamedTuple):
-    """A parameter of a bucket and the compressor that encodes it.
-
-    Attributes:
-        codec: at the parameter's level.
-        name: of the parameter.
-        start, stop: its place in the bucket, not empty.
-        place: its index among the bucket's parameters that are not empty.
-    """
-
-    codec: Any
-    name: str
-    start: int
-    stop: int
-    place: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of the parameter."""
-        return self.stop - self.start
-
-
-def in_row(parts: Sequence[Part], workers: int) -> tuple[Part, ...]:
-    """Return the parts with ``start`` and ``stop`` of one of W shards, one after the other."""
-    found, stop = list[Part](), 0
-    for part in parts:
-        start, stop = stop, stop - (part.start - part.stop) // workers
-        found.append(part._replace(start=start, stop=stop))
-    return tuple(found)
-
-
-def clear_parts(parts: Sequence[Part], out: Tensor) -> None:
-    """Zero the parts of ``out``; all of it if nothing else is in it."""
-    if sum(part.numel for part in parts) == out.numel():
-        out.zero_()
-    else:
-        torch._foreach_zero_([out[part.start : part.stop] for part in parts])
-
-
-@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
-class JointCodec(Codec):
-    """Encode parts of a bucket in one payload whose tensors are those of the parts, one by one.
-
-    The payload has each field of the parts' codec, the parts' tensors one after the other. Its
-    message thus has the same bytes as messages of separate payloads. ``encode`` and ``decode`` work
-    part by part, and are the reference of subclasses with kernels for whole buckets.
-
-    Args:
-        parts: ascending. Their codecs are equal and have fixed lengths.
-    """
-
-    parts: tuple[Part, ...]
-
-    @property
-    def codec(self) -> Any:
-        """The codec of all parts."""
-        return self.parts[0].codec
-
-    @property
-    def traits(self) -> Traits:
-        return self.codec.traits  # type: ignore[no-any-return]
-
-    def as_written(self) -> Settings:
-        return self.codec.as_written()  # type: ignore[no-any-return]
-
-    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        payloads = [
-            part.codec.encode(
-                buffer[part.start : part.stop], bucket.part(part.name, part.start, part.stop)
-            )
-            for part in self.parts
-        ]
-        if len(payloads) == 1:
-            return payloads[0]  # type: ignore[no-any-return]
-        return tuple(torch.cat(tensors) for tensors in zip(*payloads, strict=True))
-
-    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        cut = [tensor.split(self._lengths[i]) for i, tensor in enumerate(payload)]
-        for part, *tensors in zip(self.parts, *cut, strict=True):
-            inner = bucket.part(part.name, part.start, part.stop)
-            part.codec.decode(tuple(tensors), out[part.start : part.stop], scale, inner)
-
-    def clear(self, out: Tensor) -> None:
-        clear_parts(self.parts, out)
-
-    @functools.cached_property
-    def _lengths(self) -> list[list[int]]:
-        """Per tensor of the payload, its elements for each part."""
-        wires = [wire_of(part.codec, part.numel) for part in self.parts]
-        return [[field.length for field in fields] for fields in zip(*wires, strict=True)]
-
-    def elements(self, numel: int) -> int:
-        return sum(part.numel for part in self.parts)
-
-    def bound(self, numel: int) -> Contraction:
-        """Return δ = 0; each part keeps its codec's bound."""
-        return Contraction(0.0)
-
-    def wire(self, numel: int) -> Wire:
-        fields = wire_of(self.codec, self.parts[0].numel)
-        return tuple(replace(field, length=sum(self._lengths[i])) for i, field in enumerate(fields))
-
-    def __repr__(self) -> str:
-        return f"PerParameter({self.codec!r})"
+        yield from self.whole.flow(bucket, buffer, out, scheme)
 
 
 class Collective(Compressor):
@@ -702,37 +409,6 @@ class BatchedCollective(Collective):
         yield from self.join((part,), [bucket.shape]).rounds(bucket, buffer, out)
 
 
-@dataclass(frozen=True, eq=False)
-class JointCollective(Collective):
-    """Exchange parts of a bucket together. Subclasses implement ``rounds``.
-
-    Args:
-        parts: ascending. Their codecs are equal.
-        shapes: of the parts.
-    """
-
-    parts: tuple[Part, ...]
-    shapes: Sequence[tuple[int, ...]]
-
-    @property
-    def codec(self) -> Any:
-        """The compressor of all parts."""
-        return self.parts[0].codec
-
-    @property
-    def traits(self) -> Traits:
-        return self.codec.traits  # type: ignore[no-any-return]
-
-    def as_written(self) -> Settings:
-        return self.codec.as_written()  # type: ignore[no-any-return]
-
-    def bound(self, numel: int) -> Bound:
-        return self.codec.bound(numel)  # type: ignore[no-any-return]
-
-    def wire(self, numel: int) -> Wire:
-        return self.codec.wire(numel)  # type: ignore[no-any-return]
-
-
 def dense(buffer: Tensor, out: Tensor) -> Flow:
     """Send the gradient uncompressed, in place where possible."""
     (mean,) = yield Mean((buffer,))
@@ -740,16 +416,3 @@ def dense(buffer: Tensor, out: Tensor) -> Flow:
         out.copy_(mean)
     if buffer.data_ptr() != out.data_ptr():
         buffer.zero_()
-
-
-# Cached, since every tensor needs its format in every step.
-@functools.lru_cache(maxsize=4096)
-def wire_of(codec: Codec, numel: int) -> Wire:
-    """Return ``codec.wire(numel)`` from a cache."""
-    return codec.wire(numel)
-
-
-@functools.lru_cache(maxsize=4096)
-def limits_of(codec: Codec, numel: int) -> Limits | None:
-    """Return the maximal elements per ragged payload tensor; None if all lengths are fixed."""
-    return limits(codec.wire(numel))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.compressors.base import Codec, Contraction, Traits, Waits, wire_of
+from lightning_gc.compressors.base import Codec, Contraction, Traits, Waits
+from lightning_gc.compressors.joint import WholeCodec, wire_of
 from lightning_gc.core import Bucket, Field, Payload, Wire, golomb_rice, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 
@@ -97,6 +98,29 @@ class Lossless(Codec):
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         out.add_(_restored(payload, out.numel()), alpha=scale)
 
+    @property
+    def whole(self) -> WholeCodec:
+        return _WholeLossless(self)
+
+    def bound(self, numel: int) -> Contraction:
+        """Return ``‖x − C(x)‖ = 0``."""
+        return Contraction(1.0)
+
+    def wire(self, numel: int) -> Wire:
+        """Return the fields. Their sum is at most 33 bits an element and 263 bytes."""
+        byte, filled = torch.uint8, -(-numel // 16) * 16
+        return (
+            Field("exponents", byte, 256, "worker", "in use, most frequent first"),
+            Field("low parts", byte, golomb_rice.low_bytes(numel, _LOW), "worker", "of ranks"),
+            Field("high parts", byte, packed_bytes(9 * numel, 1), "worker", "of ranks, unary"),
+            Field("tops", byte, numel, "worker", "sign, 7 bits of mantissa"),
+            Field("lows", torch.int16, filled, "worker", "rest of the mantissa"),
+        )
+
+
+class _WholeLossless(WholeCodec):
+    """Adds as plain DDP does."""
+
     def receive_all(
         self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
     ) -> None:
@@ -120,21 +144,6 @@ class Lossless(Codec):
         if narrow is not None and fits is not None:
             # Else the second encoding of ``TwoShot`` would have the sum's 24 bits.
             out.copy_(torch.where(fits, out.to(narrow).float(), out))
-
-    def bound(self, numel: int) -> Contraction:
-        """Return ``‖x − C(x)‖ = 0``."""
-        return Contraction(1.0)
-
-    def wire(self, numel: int) -> Wire:
-        """Return the fields. Their sum is at most 33 bits an element and 263 bytes."""
-        byte, filled = torch.uint8, -(-numel // 16) * 16
-        return (
-            Field("exponents", byte, 256, "worker", "in use, most frequent first"),
-            Field("low parts", byte, golomb_rice.low_bytes(numel, _LOW), "worker", "of ranks"),
-            Field("high parts", byte, packed_bytes(9 * numel, 1), "worker", "of ranks, unary"),
-            Field("tops", byte, numel, "worker", "sign, 7 bits of mantissa"),
-            Field("lows", torch.int16, filled, "worker", "rest of the mantissa"),
-        )
 
 
 def _low_bits(counts: list[int]) -> int:

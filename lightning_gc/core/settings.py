@@ -7,7 +7,7 @@ import math
 import typing
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_gc.core.registry import default_of, did_you_mean
 
@@ -26,7 +26,8 @@ class CheckedCalls(ABCMeta):
     """Metaclass: refuse a call with wrong arguments in a sentence.
 
     Python's ``TypeError`` names internal classes, and no argument that was meant. A call that binds
-    costs nothing.
+    costs nothing. A class may have ``elsewhere``: argument that people expect -> the end of the
+    sentence that refuses it.
 
     Raises:
         ValueError: an unknown argument, one that is missing, too many, or 1 as a share of elements.
@@ -157,12 +158,7 @@ class Settings(metaclass=CheckedCalls):
 
     Raises:
         ValueError: a text in a numeric field, or a fraction in an ``int`` field.
-
-    Attributes:
-        elsewhere: argument that people expect -> the end of the sentence that refuses it.
     """
-
-    elsewhere: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self, *init_only: Any) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -193,12 +189,12 @@ class Settings(metaclass=CheckedCalls):
     def __str__(self) -> str:
         return short(self)
 
-    def as_written(self) -> "Settings":
+    def _as_written(self) -> "Settings":
         """Return what a user would have given for this."""
         return self
 
     @property
-    def main_field(self) -> str | None:
+    def _main_field(self) -> str | None:
         """The field that is always shown, without its name; None: no field."""
         return None
 
@@ -215,8 +211,8 @@ def short(value: Any) -> str:
     """
     main = None
     if isinstance(value, Settings):
-        value = value.as_written()
-        main = value.main_field
+        value = value._as_written()
+        main = value._main_field
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
     fields = [field for field in dataclasses.fields(value) if field.init]

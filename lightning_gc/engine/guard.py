@@ -196,7 +196,7 @@ class BucketExchange:
         plain = self.guard is not None and not self.statistics.norms_wanted
         if not plain or not self._in_place(buffer) or not self._in_place(self.bucket.grad):
             return False
-        return self.levels.compressor.absorbs(self.bucket, buffer, self.scheme)
+        return self.levels.compressor.whole.absorbs(self.bucket, buffer, self.scheme)
 
     def _absorbed(
         self, buffer: Tensor, grad: Tensor | None, decay: float, gain: float

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gc.compressors.base import Codec, Compressor, Knob
-from lightning_gc.compressors.wrappers.per_parameter import PerParameter
+from lightning_gc.compressors.wrappers.per_parameter import PerParameter, with_levels
 from lightning_gc.core import Each, Leaf, Number, Optional, Pair, Structure
 
 Requested = tuple[float | None, Mapping[str, float | None]]
@@ -67,7 +67,7 @@ class Levels:
         each = PerParameter(compressor) if isinstance(compressor, Codec) else compressor
         divisible = each if self.traits.elementwise else compressor
         self.compressor = (
-            divisible.with_levels(by_name, dense=level is None) if by_name else compressor
+            with_levels(divisible, by_name, dense=level is None) if by_name else compressor
         )
         self._common_compressor, self._common, self._by_name = compressor, level, by_name
         self.uncompressed = level is None and not by_name

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Joint, limits_of
+from lightning_gc.compressors.joint import Joint, WholeCodec, limits_of
 from lightning_gc.core import Bucket, Flow, Gather
 from lightning_gc.schemes.base import Scheme
 
@@ -28,7 +28,7 @@ class AllGather(Scheme):
     def joint(self, workers: int) -> Joint:
         return "parts"
 
-    def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+    def flow(self, codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         payload = codec.send(buffer, bucket)
         payloads = yield Gather(payload, limits_of(codec, buffer.numel()))
         if not bucket.wanted:

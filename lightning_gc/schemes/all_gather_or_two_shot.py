@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Joint
+from lightning_gc.compressors.joint import Joint, WholeCodec
 from lightning_gc.core import Bucket, Flow
 from lightning_gc.schemes.all_gather import AllGather
 from lightning_gc.schemes.base import Scheme
@@ -38,7 +38,7 @@ class AllGatherOrTwoShot(Scheme):
     def joint(self, workers: int) -> Joint:
         return self._chosen(workers).joint(workers)
 
-    def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+    def flow(self, codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         yield from self._chosen(bucket.workers).flow(codec, bucket, buffer, out)
 
     def _chosen(self, workers: int) -> Scheme:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Joint, dense
+from lightning_gc.compressors.base import dense
+from lightning_gc.compressors.joint import Joint, WholeCodec
 from lightning_gc.core import Bucket, Flow, Mean
 from lightning_gc.schemes.base import Scheme
 
@@ -31,8 +32,8 @@ class AllReduce(Scheme):
     def joint(self, workers: int) -> Joint:
         return "parts"
 
-    def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        if codec.traits.plain:
+    def flow(self, codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        if codec.codec.traits.plain:
             yield from dense(buffer, out)
             return
         mean = yield Mean(codec.send(buffer, bucket))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Collective, Compressor, Joint, dense
+from lightning_gc.compressors.base import Collective, Compressor, dense
+from lightning_gc.compressors.joint import Joint, WholeCodec
 from lightning_gc.core import Bucket, Exchange, Flow, Limits, Payload
 from lightning_gc.core.settings import Settings
 
@@ -41,7 +42,7 @@ class Scheme(Settings, abc.ABC):
     waits: int = 0
 
     @abc.abstractmethod
-    def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+    def flow(self, codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Move the payload out of ``buffer``, exchange it and write the mean to ``out``."""
 
     def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, wire_of
+from lightning_gc.compressors.joint import WholeCodec, wire_of
 from lightning_gc.core import Bucket, Flow
 from lightning_gc.schemes.all_gather import AllGather
 from lightning_gc.schemes.base import NodeScheme, book, padded, toward, unpad
@@ -83,7 +83,7 @@ class Hierarchical(NodeScheme):
                 )
         return None
 
-    def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+    def flow(self, codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         workers, near = bucket.workers, self.neighbours(bucket.workers)
         if near == 1:
             yield from AllGather().flow(codec, bucket, buffer, out)
@@ -113,7 +113,7 @@ class Hierarchical(NodeScheme):
             unpad(whole, part)
 
     def _between(
-        self, codec: Codec, bucket: Bucket, buffer: Tensor, mean: Tensor, total: Tensor
+        self, codec: WholeCodec, bucket: Bucket, buffer: Tensor, mean: Tensor, total: Tensor
     ) -> Flow:
         """Add the mean over nodes of this worker's part to ``total``; book the error."""
         workers, near = bucket.workers, self.workers_per_node

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Compressor, Joint
+from lightning_gc.compressors.base import Compressor
+from lightning_gc.compressors.joint import Joint, WholeCodec
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, WholeSelection
 from lightning_gc.core import Bucket, Exchange, Flow, Gather, Limits, Mean, elias_fano
 from lightning_gc.core.payload_validation import naming
 from lightning_gc.kernels.accumulate import accumulate
@@ -75,8 +76,8 @@ class SparseReduce(Scheme):
     def joint(self, workers: int) -> Joint:
         return "ranges"
 
-    def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
-        assert isinstance(codec, SparseCodec)  # check() has seen to it
+    def flow(self, codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        assert isinstance(codec, WholeSelection)  # check() has seen to it
         workers, numel = bucket.workers, codec.elements(buffer.numel())
         limits: Limits = (numel, elias_fano.most_bytes(numel))
         bounds = codec.bounds(buffer)  # (n, 2), of each parameter
@@ -114,7 +115,7 @@ class SparseReduce(Scheme):
                 accumulate(mean, theirs, sent, 1 / workers)
             found.append(theirs)
         survivors = _best(mean, torch.cat(found), ranges.places[:, me], numbers, workers)
-        payload = codec.take(mean, survivors)
+        payload = sparse_codec.take(mean, survivors, codec.codec.sent_dtype)
         # The error of rounding the mean; times W, since the mean over workers must hold it once.
         second = workers * mean[survivors].nan_to_num_(0.0, 0.0, 0.0)
         buffer[ranges.in_bucket(survivors, me)] += second.nan_to_num_(0.0, 0.0, 0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, limits_of, wire_of
+from lightning_gc.compressors.joint import WholeCodec, limits_of, wire_of
 from lightning_gc.core import Bucket, Flow, Gather, Limits
 from lightning_gc.schemes.base import NodeScheme, book, padded, toward, unpad
 from lightning_gc.schemes.two_shot import TwoShot
@@ -60,7 +60,7 @@ class TwoHop(NodeScheme):
         near = self.workers_per_node
         return 1 < near < workers and workers % near == 0
 
-    def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+    def flow(self, codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         workers, near = bucket.workers, self.workers_per_node
         if not self._hops(workers):
             yield from TwoShot().flow(codec, bucket, buffer, out)
@@ -111,6 +111,6 @@ def _named(bucket: Bucket, suffix: str, phase: int) -> Bucket:
     return replace(bucket, shapes={name + suffix: shape}, phase=phase)
 
 
-def _limits(codec: Codec, size: int) -> Limits:
+def _limits(codec: WholeCodec, size: int) -> Limits:
     """Return the lengths of all tensors of a payload: to most workers nothing is sent."""
     return tuple(field.length for field in wire_of(codec, size))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Joint, limits_of
+from lightning_gc.compressors.joint import Joint, WholeCodec, limits_of
 from lightning_gc.core import Bucket, Exchange, Flow, Gather
 from lightning_gc.schemes.base import Scheme, book, padded, unpad
 
@@ -40,7 +40,7 @@ class TwoShot(Scheme):
     def encodings(self, workers: int) -> int:
         return workers + 1
 
-    def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+    def flow(self, codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         kernels = codec.in_shards(bucket, buffer)
         if kernels is not None:
             arrived = yield Exchange(tuple(kernels.encode()))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_gc.compressors.wrappers.size_switch import for_shards
 from lightning_gc.engine import Engine
 from lightning_gc.engine.error_buffers import Made
 from lightning_gc.exchange.workers import Configuration, HasWeights, Workers
@@ -46,7 +47,7 @@ class ShardedWorkers(Workers):
 
     def _engine(self, worker: int, workers: int) -> Engine:
         whole = self.configuration
-        compressor = whole.compressor.for_shards(self.shards)
+        compressor = for_shards(whole.compressor, self.shards)
         seed = seed_of_shard(whole.seed, self.shard)
         part = dataclasses.replace(whole, compressor=compressor, seed=seed)
         return part.engine(worker, workers)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.compressors import COMPRESSORS, Compressor, Float4
-from lightning_gc.compressors.base import Codec, Knob, limits_of
+from lightning_gc.compressors.base import Codec, Knob
+from lightning_gc.compressors.joint import limits_of
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core import Bucket, Each, Flow, Payload
 from lightning_gc.core.registry import make
@@ -414,7 +415,7 @@ class UnitGather:
                     continue
                 decoded = there.float() if add else torch.zeros_like(there, dtype=torch.float32)
                 bucket = self._bucket(part, decoded, sender)
-                part.codec.receive(payload, decoded, 1.0, bucket, sender)
+                part.codec.whole.receive(payload, decoded, 1.0, bucket, sender)
                 there.copy_(decoded)
 
     def _bucket(self, part: _Part, flat: Tensor, worker: int) -> Bucket:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Collective, Compressor, limits_of, wire_of
+from lightning_gc.compressors.base import Collective, Compressor
+from lightning_gc.compressors.joint import WholeCodec, limits_of, wire_of
 from lightning_gc.core import Bucket, Exchange, Flow, MeanShard, Payload, averaged, together
 from lightning_gc.schemes import Scheme
 from lightning_gc.schemes.base import book, toward
@@ -106,9 +107,9 @@ class ReduceScatter(Scheme):
         near = self.neighbours(workers)
         return workers if near == 1 else workers + workers // near
 
-    def flow(self, codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+    def flow(self, codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         """Exchange a bucket, parameter by parameter, in one message to each worker."""
-        if codec.traits.plain:
+        if codec.codec.traits.plain:
             _write((yield _uncompressed(bucket, buffer, out)), bucket, out)
             return
         near = self.neighbours(bucket.workers)
@@ -147,7 +148,7 @@ def _shard(flat: Tensor, index: int, workers: int) -> Tensor:
     return flat[index * size : (index + 1) * size]
 
 
-def _scattered(codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+def _scattered(codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
     """Exchange one parameter."""
     workers, me = bucket.workers, bucket.worker
     mine = _shard(out, me, workers)
@@ -163,7 +164,7 @@ def _scattered(codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flo
     mine.copy_(mean)
 
 
-def _in_two_hops(codec: Codec, bucket: Bucket, buffer: Tensor, out: Tensor, near: int) -> Flow:
+def _in_two_hops(codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor, near: int) -> Flow:
     """Exchange one parameter within the node, and its means between nodes."""
     workers = bucket.workers
     nodes, (node, local) = workers // near, divmod(bucket.worker, near)

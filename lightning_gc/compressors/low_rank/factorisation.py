@@ -12,15 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import (
-    BatchedCollective,
-    Contraction,
-    JointCollective,
-    Knob,
-    Part,
-    Traits,
-    dense,
-)
+from lightning_gc.compressors.base import BatchedCollective, Contraction, Knob, Traits, dense
+from lightning_gc.compressors.joint import JointCollective, Part
 from lightning_gc.core import (
     Bucket,
     Field,

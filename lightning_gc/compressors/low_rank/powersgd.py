@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import CodecScheme, Part
+from lightning_gc.compressors.joint import CodecScheme, Part
 from lightning_gc.compressors.low_rank.factorisation import LowRank, Matrices, orthonormal, sides
 from lightning_gc.core import Bucket, Flow, Mean
 from lightning_gc.kernels.dispatch import fused, used_here

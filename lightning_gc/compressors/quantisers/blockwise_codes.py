@@ -5,25 +5,15 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import (
-    Codec,
-    CodecScheme,
-    Contraction,
-    JointCodec,
-    Knob,
-    Part,
-    Shards,
-    Traits,
-    Variance,
-    in_row,
-)
+from lightning_gc.compressors.base import Codec, Contraction, Knob, Traits, Variance
+from lightning_gc.compressors.joint import CodecScheme, JointCodec, WholeCodec, joint_of
 from lightning_gc.core import Bucket, Choice, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.kernels.blocks import BlockCode
@@ -74,11 +64,9 @@ class BlockwiseCodes(Codec):
         return None
 
     @property
-    def joint_kind(self) -> Hashable:
-        return self if self.in_kernels is not None else None
-
-    def join(self, parts: tuple[Part, ...]) -> Codec:
-        return JointBlocks(parts)
+    def whole(self) -> WholeCodec:
+        kind = self if self.in_kernels is not None else None
+        return WholeCodec(self, kind=kind, joint=JointBlocks)
 
     @abc.abstractmethod
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
@@ -139,40 +127,24 @@ class JointBlocks(JointCodec):
     """
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        joint = "no" if scheme is None else scheme.joint(bucket.workers)
-        return joint != "no" and self.table(buffer) is not None
-
-    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
-        table = self.table(buffer, bucket.workers)
-        if table is None:
-            return None
-        row = JointBlocks(in_row(self.parts, bucket.workers))
-        return Shards(row, self.elements(bucket.numel), table, bucket, buffer)
+        return joint_of(bucket, scheme) != "no" and self.kernels(buffer) is not None
 
     def in_rows(self, buffer: Tensor) -> bool:
         return compiled(buffer, "blocks") and self.codec.in_kernels.kind != "book"
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        table = self.table(buffer)
-        if table is not None:
-            (payload,) = table.encode(buffer, bucket)
-            return payload
-        if compiled(buffer, "blocks") and self.codec.in_kernels.kind != "book":
+        if self.in_rows(buffer) and self.kernels(buffer) is None:
             return self._host_table.encode(buffer)
         return super().encode(buffer, bucket)
 
     def receive_all(
         self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
     ) -> None:
-        table = self.table(out)
-        if table is None and not compiled(out, "blocks"):
-            super().receive_all(payloads, out, bucket, averaged=averaged)
-            return
-        self.check(payloads, bucket, averaged=averaged)
-        if table is not None:
-            table.average(payloads, out, bucket.pending)
-        else:
+        if compiled(out, "blocks") and self.kernels(out) is None:
+            self.check(payloads, bucket, averaged=averaged)
             self._host_table.add(payloads, out, 1 / len(payloads), fresh=True)
+        else:
+            super().receive_all(payloads, out, bucket, averaged=averaged)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         if compiled(out, "blocks"):
@@ -180,8 +152,7 @@ class JointBlocks(JointCodec):
         else:
             super().decode(payload, out, scale, bucket)
 
-    def table(self, flat: Tensor, shards: int = 1) -> BlockTable | None:
-        """Return what kernels of a GPU read; None if they do not take ``flat``."""
+    def kernels(self, flat: Tensor, shards: int = 1) -> BlockTable | None:
         if not fused(flat, "blocks"):
             return None
         from lightning_gc.kernels.gpu import blocks
@@ -253,11 +224,8 @@ class BlockwiseLevels(Codec):
             raise ValueError(f"{name}(norm={self.norm!r}): use 'max' or 'l2'.")
 
     @property
-    def joint_kind(self) -> Hashable:
-        return self
-
-    def join(self, parts: tuple[Part, ...]) -> Codec:
-        return JointLevels(parts)
+    def whole(self) -> WholeCodec:
+        return WholeCodec(self, kind=self, joint=JointLevels)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         size = self._block_size(buffer.numel())
@@ -314,23 +282,13 @@ class JointLevels(JointCodec):
     """
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        joint = "no" if scheme is None else scheme.joint(bucket.workers)
+        joint = joint_of(bucket, scheme)
         if joint == "parts" and self._compiled(buffer):
             return True
         return joint != "no" and self._in_kernels(buffer)
 
-    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
-        if not self._in_kernels(buffer):
-            return None
-        row = JointLevels(in_row(self.parts, bucket.workers))
-        kernels = self._table(buffer.device, bucket.workers)
-        return Shards(row, self.elements(bucket.numel), kernels, bucket, buffer)
-
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        if self._in_kernels(buffer):
-            (payload,) = self._table(buffer.device, 1).encode(buffer, bucket)
-            return payload
-        if not self._compiled(buffer):
+        if not self._compiled(buffer) or self._in_kernels(buffer):
             return super().encode(buffer, bucket)
         seeds = None
         if self.codec.rounding == "stochastic":
@@ -341,11 +299,7 @@ class JointLevels(JointCodec):
     def receive_all(
         self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
     ) -> None:
-        if self._in_kernels(out):
-            self.check(payloads, bucket, averaged=averaged)
-            self._table(out.device, 1).average(payloads, out, bucket.pending)
-            return
-        if self._compiled(out):
+        if self._compiled(out) and not self._in_kernels(out):
             self.check(payloads, bucket, averaged=averaged)
             if self._host_table.add(payloads, out, 1 / len(payloads), bucket.pending, fresh=True):
                 return
@@ -355,6 +309,9 @@ class JointLevels(JointCodec):
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         if not self._compiled(out) or not self._host_table.add([payload], out, scale, fresh=False):
             super().decode(payload, out, scale, bucket)
+
+    def kernels(self, flat: Tensor, shards: int = 1) -> Table | None:
+        return self._table(flat.device, shards) if self._in_kernels(flat) else None
 
     def _in_kernels(self, flat: Tensor) -> bool:
         return self.codec.norm == "max" and fused(flat, "levels")

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import (
-    Codec,
+from lightning_gc.compressors.base import Codec, Contraction, Traits
+from lightning_gc.compressors.joint import (
     CodecScheme,
-    Contraction,
     JointCodec,
     Part,
     Shards,
-    Traits,
+    WholeCodec,
+    joint_of,
 )
 from lightning_gc.core import Bucket, Choice, Field, Payload, Wire
 from lightning_gc.kernels.dispatch import compiled, family, fused
 from lightning_gc.kernels.quantise import add_bfloat16, round_to_bfloat16
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def _kernels(tensor: Tensor) -> Any:
-    return family("casts", tensor)
 
 
 @dataclass(frozen=True)
@@ -65,25 +61,11 @@ class Cast(Codec):
             raise ValueError(f"Cast(dtype={self.dtype!r}): use 'bfloat16' or 'float16'.")
         object.__setattr__(self, "dtype", name)
 
-    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        joint = "no" if scheme is None else scheme.joint(bucket.workers)
-        if joint == "parts" and fused(buffer, "casts"):
-            return True
-        return joint != "no" and self.dtype == "bfloat16" and compiled(buffer, "casts")
-
-    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
-        if bucket.pending is None:
-            return None
-        from lightning_gc.kernels.host import casts
-
-        row = JointCodec((Part(self, "shard", 0, -(-bucket.numel // bucket.workers), 0),))
-        table = casts.shards(bucket.pending.segments, bucket.numel, bucket.workers)
-        return Shards(row, bucket.numel, table, bucket, buffer)
+    @property
+    def whole(self) -> WholeCodec:
+        return _WholeCast(self)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        if bucket.pending is not None:
-            payload: Payload = _kernels(buffer).encode(buffer, _TYPES[self.dtype], bucket.pending)
-            return payload
         if self.dtype == "bfloat16":
             return (round_to_bfloat16(buffer),)
         largest = torch.finfo(torch.float16).max
@@ -93,15 +75,6 @@ class Cast(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         add_bfloat16(out, payload[0], scale)
-
-    def receive_all(
-        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
-    ) -> None:
-        if bucket.pending is None:
-            super().receive_all(payloads, out, bucket, averaged=averaged)
-            return
-        self.check(payloads, bucket, averaged=averaged)
-        _kernels(out).average([values for (values,) in payloads], out, bucket.pending)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1 − 2⁻¹⁶ for bfloat16; 0 for float16, which may round all to zero."""
@@ -113,3 +86,39 @@ class Cast(Codec):
     @classmethod
     def examples(cls) -> tuple[Cast, ...]:
         return (cls("bfloat16"), cls("float16"))
+
+
+class _WholeCast(WholeCodec):
+    """Casts a bucket for the engine, whatever its parameters: elements are independent."""
+
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        joint = joint_of(bucket, scheme)
+        if joint == "parts" and fused(buffer, "casts"):
+            return True
+        return joint != "no" and self.codec.dtype == "bfloat16" and compiled(buffer, "casts")
+
+    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
+        if bucket.pending is None:
+            return None
+        from lightning_gc.kernels.host import casts
+
+        part = Part(self.codec, "shard", 0, -(-bucket.numel // bucket.workers), 0)
+        table = casts.shards(bucket.pending.segments, bucket.numel, bucket.workers)
+        return Shards(JointCodec(self.codec, (part,)), bucket.numel, table, bucket, buffer)
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        if bucket.pending is None:
+            return super().encode(buffer, bucket)
+        kernels, dtype = family("casts", buffer), _TYPES[self.codec.dtype]
+        payload: Payload = kernels.encode(buffer, dtype, bucket.pending)
+        return payload
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        if bucket.pending is None:
+            super().receive_all(payloads, out, bucket, averaged=averaged)
+            return
+        self.check(payloads, bucket, averaged=averaged)
+        values = [payload[0] for payload in payloads]
+        family("casts", out).average(values, out, bucket.pending)

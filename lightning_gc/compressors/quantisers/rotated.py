@@ -57,6 +57,8 @@ class Rotated(Codec):
     quantiser: Codec = None  # type: ignore[assignment]
     size: int = 1024
 
+    _turns = "quantiser"
+
     def __post_init__(self) -> None:
         inner = QSGD(2) if self.quantiser is None else self.quantiser
         if (
@@ -85,13 +87,6 @@ class Rotated(Codec):
     @property
     def waits(self) -> Waits:
         return self.quantiser.waits
-
-    @property
-    def level(self) -> float | None:
-        return self.quantiser.level
-
-    def at(self, level: float) -> Rotated:
-        return dataclasses.replace(self, quantiser=self.quantiser.at(level))
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         inner = _rotated(bucket)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import (
-    Codec,
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.joint import (
     CodecScheme,
     JointCodec,
-    Part,
     ShardKernels,
-    Shards,
-    in_row,
+    WholeCodec,
+    joint_of,
 )
 from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.core import Bucket, Field, Payload, Wire, elias_fano, payload_validation
@@ -40,50 +38,25 @@ class TwoLevels(Codec):
     levels: ClassVar[signs.Levels]
 
     @property
-    def joint_kind(self) -> Hashable:
-        return self
-
-    def join(self, parts: tuple[Part, ...]) -> Codec:
-        return JointSigns(parts)
+    def whole(self) -> WholeCodec:
+        return WholeCodec(self, kind=self, joint=JointSigns)
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
 class JointSigns(JointCodec):
     """Encode and decode all parts of a bucket at once, in kernels where there are some."""
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return (
-            scheme is not None and scheme.joint(bucket.workers) != "no" and fused(buffer, "signs")
-        )
-
-    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
-        kernels = self._kernels(buffer, bucket.workers)
-        if kernels is None:
-            return None
-        row = JointSigns(in_row(self.parts, bucket.workers))
-        return Shards(row, self.elements(bucket.numel), kernels, bucket, buffer)
-
-    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        kernels = self._kernels(buffer)
-        if kernels is None:
-            return super().encode(buffer, bucket)
-        (payload,) = kernels.encode(buffer, bucket)
-        return payload
+        return joint_of(bucket, scheme) != "no" and fused(buffer, "signs")
 
     def receive_all(
         self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
     ) -> None:
-        kernels = self._kernels(out)
-        if kernels is None:
-            super().receive_all(payloads, out, bucket, averaged=averaged)
-            if self.codec.levels == "votes":
-                for part in self.parts:
-                    decide(out[part.start : part.stop], len(payloads))
-        else:
-            self.check(payloads, bucket, averaged=averaged)
-            kernels.average(payloads, out, bucket.pending)
+        super().receive_all(payloads, out, bucket, averaged=averaged)
+        if self.codec.levels == "votes" and self.kernels(out) is None:
+            for part in self.parts:
+                decide(out[part.start : part.stop], len(payloads))
 
-    def _kernels(self, flat: Tensor, shards: int = 1) -> ShardKernels | None:
+    def kernels(self, flat: Tensor, shards: int = 1) -> ShardKernels | None:
         if fused(flat, "signs") or compiled(flat, "signs"):
             return self._made(family("signs", flat), flat.device, shards)
         return None

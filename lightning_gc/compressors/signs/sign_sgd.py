@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import CodecScheme, Traits, Unbounded
+from lightning_gc.compressors.base import Traits, Unbounded
+from lightning_gc.compressors.joint import CodecScheme
 from lightning_gc.compressors.signs import sign_payload
 from lightning_gc.core import Bucket, Field, Flow, Payload, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Contraction, Part
+from lightning_gc.compressors.base import Contraction
+from lightning_gc.compressors.joint import Part, WholeCodec
 from lightning_gc.compressors.sparsifiers import topk_selection
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, TableSelection
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, by_table
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.core import Bucket
 from lightning_gc.kernels.sparse import MOST_IN_CHUNK, Row, Selection, chunks
@@ -75,14 +76,9 @@ class ChunkedTopK(DensitySparsifier, SparseCodec):
         last = topk_selection.largest(buffer[end:], self.count(rest))
         return torch.cat([found, last + end])
 
-    def join(self, parts: tuple[Part, ...]) -> Codec:
-        if any(type(part.codec) is not ChunkedTopK for part in parts):
-            return super().join(parts)
-        rows = tuple(part.codec._row(part) for part in parts)
-        if max(row.apart for row in rows) <= MOST_IN_CHUNK:
-            return TableSelection(parts, Selection("chunks", rows))
-        each = tuple(chunk for row in rows for chunk in chunks(row))
-        return TableSelection(parts, Selection("largest", each))
+    @property
+    def whole(self) -> WholeCodec:
+        return replace(super().whole, joint=by_table(ChunkedTopK, _selection))
 
     def _row(self, part: Part) -> Row:
         size = min(self.chunk, part.numel)
@@ -100,3 +96,10 @@ class ChunkedTopK(DensitySparsifier, SparseCodec):
     @classmethod
     def examples(cls) -> tuple[ChunkedTopK, ...]:
         return (cls(0.1, 64), cls(0.3, 7), cls())
+
+
+def _selection(parts: tuple[Part, ...]) -> Selection:
+    rows = tuple(part.codec._row(part) for part in parts)
+    if max(row.apart for row in rows) <= MOST_IN_CHUNK:
+        return Selection("chunks", rows)
+    return Selection("largest", tuple(chunk for row in rows for chunk in chunks(row)))

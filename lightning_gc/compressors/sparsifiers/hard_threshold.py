@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lightning_gc.compressors.base import AbsoluteError, Codec, Knob, Part, Traits, Waits
+from lightning_gc.compressors.base import AbsoluteError, Knob, Traits, Waits
+from lightning_gc.compressors.joint import Part, WholeCodec
 from lightning_gc.compressors.sparsifiers import topk_selection
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, TableSelection
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, by_table
 from lightning_gc.core import Bucket, Range
 from lightning_gc.kernels.sparse import Row, Selection, bits_of
 
@@ -63,14 +64,9 @@ class HardThreshold(SparseCodec):
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         return topk_selection.reaching(buffer, self.threshold)
 
-    def join(self, parts: tuple[Part, ...]) -> Codec:
-        if any(type(part.codec) is not HardThreshold for part in parts):
-            return super().join(parts)
-        rows = [
-            Row(part.place, part.start, part.stop, part.numel, limit=bits_of(part.codec.threshold))
-            for part in parts
-        ]
-        return TableSelection(parts, Selection("reaching", tuple(rows)))
+    @property
+    def whole(self) -> WholeCodec:
+        return replace(super().whole, joint=by_table(HardThreshold, _selection))
 
     def bound(self, numel: int) -> AbsoluteError:
         """Return v = λ·√numel."""
@@ -79,3 +75,11 @@ class HardThreshold(SparseCodec):
     @classmethod
     def examples(cls) -> tuple[HardThreshold, ...]:
         return (cls(1.0), cls(1e3), cls(0.0))
+
+
+def _selection(parts: tuple[Part, ...]) -> Selection:
+    rows = [
+        Row(part.place, part.start, part.stop, part.numel, limit=bits_of(part.codec.threshold))
+        for part in parts
+    ]
+    return Selection("reaching", tuple(rows))

@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from lightning_gc.compressors.base import Contraction
+from lightning_gc.compressors.base import Codec, Contraction
 from lightning_gc.compressors.sparsifiers.random_sparsifier import RandomSparsifier
 from lightning_gc.core import Bucket, Field
 
@@ -44,7 +44,8 @@ class RandomMask(RandomSparsifier):
 
     shared: bool = True
     unbiased = False
-    joint_kind = None  # lengths vary
+
+    whole = Codec.whole  # lengths vary, so parameters share no payload
 
     def how_many(self, numel: int, bucket: Bucket) -> int:
         """Return a binomial number, drawn on the host.

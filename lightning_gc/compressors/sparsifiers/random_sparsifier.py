@@ -5,23 +5,15 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import (
-    Codec,
-    CodecScheme,
-    Contraction,
-    JointCodec,
-    Part,
-    Traits,
-    Variance,
-    absorbed,
-)
+from lightning_gc.compressors.base import Codec, Contraction, Traits, Variance
+from lightning_gc.compressors.joint import CodecScheme, JointCodec, WholeCodec, absorbed
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.core import Bucket, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.elias_fano import check_count
@@ -69,11 +61,9 @@ class RandomSparsifier(DensitySparsifier, Codec):
         return positions(numel, k, bucket.generator_seed(shared=self.shared), device)
 
     @property
-    def joint_kind(self) -> Hashable:
-        return (RandomSparsifier, self.unbiased) if self.shared else None
-
-    def join(self, parts: tuple[Part, ...]) -> Codec:
-        return JointDraw(parts)
+    def whole(self) -> WholeCodec:
+        kind = (RandomSparsifier, self.unbiased) if self.shared else None
+        return WholeCodec(self, kind=kind, joint=JointDraw)
 
     def _drawn_once(self, numel: int, bucket: Bucket) -> Tensor:
         """Return the shared positions; they are drawn once per round, to encode and to decode."""
@@ -123,7 +113,6 @@ class RandomSparsifier(DensitySparsifier, Codec):
         return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in fields.items())})"
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
 class JointDraw(JointCodec):
     """Send the drawn elements of all parts of a bucket; on a GPU by kernels of whole buckets."""
 

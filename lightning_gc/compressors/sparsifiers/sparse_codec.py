@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import (
-    Codec,
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.joint import (
     CodecScheme,
-    Contraction,
+    JointCodec,
     Part,
-    Traits,
+    WholeCodec,
     absorbed,
-    clear_parts,
+    joint_of,
     limits_of,
 )
 from lightning_gc.core import (
@@ -44,12 +44,9 @@ class SparseCodec(Codec):
     Positions take at most ``2 + log2(numel/k)`` bits each, and a byte or two in all. Schemes may
     split the chosen elements: see ``SparseReduce``.
 
-    Attributes:
-        joins: whether ``PerParameter`` may send the chosen elements of several parameters as one
-            payload. A subclass with another payload or another ``flow`` sets it to False.
+    Parameters of a bucket share a payload, so a class with another payload or another ``flow``
+    derives from ``Codec``.
     """
-
-    joins = True
 
     @property
     def ragged(self) -> bool:
@@ -62,14 +59,8 @@ class SparseCodec(Codec):
         return torch.float32
 
     @property
-    def joint_kind(self) -> Hashable:
-        return (SparseCodec, self.sent_dtype) if self.joins else None
-
-    def join(self, parts: tuple[Part, ...]) -> Codec:
-        return JointSelection(parts)
-
-    def in_rows(self, buffer: Tensor) -> bool:
-        return True
+    def whole(self) -> WholeCodec:
+        return WholeSelection(self, kind=(SparseCodec, self.sent_dtype), joint=JointSelection)
 
     @abc.abstractmethod
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
@@ -82,29 +73,8 @@ class SparseCodec(Codec):
         """Return how many of ``numel`` elements are sent at most; if not ``ragged``, always."""
         return numel
 
-    def bounds(self, buffer: Tensor) -> Tensor:
-        """Return first element and end of each parameter, ``(n, 2)`` int64, on the device."""
-        # From the device's own numbers, or the host would wait for a copy.
-        return torch.arange(2, device=buffer.device).mul_(buffer.numel()).view(1, 2)
-
-    def move(self, buffer: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Choose elements and move them out of ``buffer``.
-
-        Returns:
-            Ascending positions, ``(k,)`` int64, and values as they are sent, ``(k,)``.
-        """
-        chosen = self.choose(buffer, bucket)
-        return chosen, taken(buffer, chosen, self.sent_dtype)
-
-    def take(self, buffer: Tensor, positions: Tensor) -> Payload:
-        """Move elements out of ``buffer``, or a part of one, into (values, coded positions).
-
-        ``positions`` are ascending, ``(k,)`` int64, of this buffer.
-        """
-        return take(buffer, positions, self.sent_dtype)
-
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        return self.take(buffer, self.choose(buffer, bucket))
+        return take(buffer, self.choose(buffer, bucket), self.sent_dtype)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         add(payload, out, scale)
@@ -114,6 +84,29 @@ class SparseCodec(Codec):
 
     def sent(self, payload: Payload, numel: int) -> int:
         return payload[0].numel()
+
+
+class WholeSelection(WholeCodec):
+    """A sparsifier as ``SparseReduce`` uses it too."""
+
+    def bounds(self, buffer: Tensor) -> Tensor:
+        """Return first element and end of each parameter, ``(n, 2)`` int64, on the device."""
+        # From the device's own numbers, or the host would wait for a copy.
+        return torch.arange(2, device=buffer.device).mul_(buffer.numel()).view(1, 2)
+
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        """Do as ``SparseCodec.choose``."""
+        chosen: Tensor = self.codec.choose(buffer, bucket)
+        return chosen
+
+    def move(self, buffer: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Choose elements and move them out of ``buffer``.
+
+        Returns:
+            Ascending positions, ``(k,)`` int64, and values as they are sent, ``(k,)``.
+        """
+        chosen = self.choose(buffer, bucket)
+        return chosen, taken(buffer, chosen, self.codec.sent_dtype)
 
 
 class Counted(Protocol):
@@ -154,8 +147,7 @@ class Encoded(NamedTuple):
         return self.payload
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
-class JointSelection(SparseCodec):
+class JointSelection(JointCodec, WholeSelection):
     """Choose elements in each part by the part's codec, and send one payload for all parts.
 
     The elements and their mean are the same as with separate payloads. Coding, checking and adding
@@ -163,25 +155,20 @@ class JointSelection(SparseCodec):
     workers gather it first. The lengths of all payloads then are known, and are not sent.
 
     Args:
+        codec: of the first part.
         parts: ascending; other elements of the bucket are not changed.
     """
 
-    parts: tuple[Part, ...]
-
-    @property
-    def traits(self) -> Traits:
-        return self.parts[0].codec.traits  # type: ignore[no-any-return]
-
-    @property
+    @functools.cached_property
     def ragged(self) -> bool:
+        """Whether the number of elements depends on values."""
         return any(part.codec.ragged for part in self.parts)
 
-    @property
-    def sent_dtype(self) -> torch.dtype:
-        return self.parts[0].codec.sent_dtype  # type: ignore[no-any-return]
+    def in_rows(self, buffer: Tensor) -> bool:
+        return True
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
-        if not self.ragged or scheme is None or scheme.joint(bucket.workers) != "parts":
+        if not self.ragged or joint_of(bucket, scheme) != "parts":
             yield from super().flow(bucket, buffer, out, scheme)
             return
         counted, numel = self.count(buffer, bucket), buffer.numel()
@@ -209,7 +196,7 @@ class JointSelection(SparseCodec):
     def _read(self, counts: Tensor, bucket: Bucket) -> list[int]:
         """Return all workers' numbers of elements. The host waits once."""
         numbers: list[int] = counts.tolist()
-        most = self.most(bucket.numel)
+        most = self.most
         for sender, number in enumerate(numbers):
             if not 0 <= number <= most:
                 with payload_validation.naming(self, bucket, sender):
@@ -219,6 +206,12 @@ class JointSelection(SparseCodec):
                     )
         return numbers
 
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        return take(buffer, self.choose(buffer, bucket), self.codec.sent_dtype)
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        add(payload, out, scale)
+
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         found = []
         for part in self.parts:
@@ -227,7 +220,9 @@ class JointSelection(SparseCodec):
             found.append(chosen.add_(part.start))
         return torch.cat(found)
 
-    def most(self, numel: int) -> int:
+    @functools.cached_property
+    def most(self) -> int:
+        """How many elements are sent at most; if not ``ragged``, always."""
         return sum(part.codec.most(part.numel) for part in self.parts)
 
     def bounds(self, buffer: Tensor) -> Tensor:
@@ -238,21 +233,15 @@ class JointSelection(SparseCodec):
         spans = [(part.start, part.stop) for part in self.parts]
         return functools.cache(lambda device: torch.tensor(spans, dtype=torch.int64, device=device))
 
-    def elements(self, numel: int) -> int:
-        return sum(part.numel for part in self.parts)
+    def sent(self, payload: Payload, numel: int) -> int:
+        return payload[0].numel()
 
-    def clear(self, out: Tensor) -> None:
-        clear_parts(self.parts, out)
-
-    def bound(self, numel: int) -> Contraction:
-        """Return δ = 0; each part keeps its codec's bound."""
-        return Contraction(0.0)
-
-    def __repr__(self) -> str:
-        return f"PerParameter({self.parts[0].codec!r})"
+    def wire(self, numel: int) -> Wire:
+        varies: Varies = "worker" if self.ragged else "no"
+        return wire(self.most, numel, varies, self.codec.sent_dtype)
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
+@dataclass(frozen=True, eq=False)
 class TableSelection(JointSelection):
     """Choose elements by kernels of whole buckets; without kernels as ``JointSelection`` does.
 
@@ -260,6 +249,7 @@ class TableSelection(JointSelection):
     once, so the host waits once per bucket.
 
     Args:
+        codec: as there.
         parts: as there.
         selection: with a row for each part.
     """
@@ -274,7 +264,7 @@ class TableSelection(JointSelection):
             return super().count(buffer, bucket)
         from lightning_gc.kernels.gpu import sparse
 
-        of = self.selection, self.sent_dtype, bucket.step, bucket.pending
+        of = self.selection, self.codec.sent_dtype, bucket.step, bucket.pending
         return sparse.count(buffer, *of)
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
@@ -289,14 +279,14 @@ class TableSelection(JointSelection):
             return super().move(buffer, bucket)
         from lightning_gc.kernels.gpu import sparse
 
-        return sparse.move(buffer, self.selection, self.sent_dtype, bucket.step)
+        return sparse.move(buffer, self.selection, self.codec.sent_dtype, bucket.step)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if fused(buffer, "sparse") and not self.ragged:
             from lightning_gc.kernels.gpu import sparse
 
-            return sparse.encode(buffer, self.selection, self.sent_dtype, bucket.pending)
-        if compiled(buffer, "sparse") and self.sent_dtype == buffer.dtype:
+            return sparse.encode(buffer, self.selection, self.codec.sent_dtype, bucket.pending)
+        if compiled(buffer, "sparse") and self.codec.sent_dtype == buffer.dtype:
             from lightning_gc.kernels.host import sparse as host
 
             return host.encode(buffer, self.selection, bucket.step)
@@ -320,6 +310,24 @@ class TableSelection(JointSelection):
 
         self.check(payloads, bucket)
         sparse.average(payloads, counts, out, self.selection, bucket.pending)
+
+
+def by_table(
+    cls: type[SparseCodec], table: Callable[[tuple[Part, ...]], Selection]
+) -> Callable[[Any, tuple[Part, ...]], JointSelection]:
+    """Return ``joint`` of a class whose choice kernels make; its subclasses may choose otherwise.
+
+    Args:
+        cls: of codecs.
+        table: the choice in parts with such codecs.
+    """
+
+    def joint(codec: Any, parts: tuple[Part, ...]) -> JointSelection:
+        if any(type(part.codec) is not cls for part in parts):
+            return JointSelection(codec, parts)
+        return TableSelection(codec, parts, table(parts))
+
+    return joint
 
 
 def wire(most: int, numel: int, varies: Varies, dtype: torch.dtype = torch.float32) -> Wire:

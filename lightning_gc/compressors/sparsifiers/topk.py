@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import Codec, Contraction, Part, Waits
+from lightning_gc.compressors.base import Contraction, Waits
+from lightning_gc.compressors.joint import Part, WholeCodec
 from lightning_gc.compressors.sparsifiers import topk_selection
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, TableSelection
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, by_table
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.core import Bucket
 from lightning_gc.kernels.sparse import Row, Rule, Selection
@@ -90,13 +91,9 @@ class TopK(DensitySparsifier, SparseCodec):
             return topk_selection.about_largest(buffer, k, bucket.step)
         return topk_selection.largest(buffer, k)
 
-    def join(self, parts: tuple[Part, ...]) -> Codec:
-        if any(type(part.codec) is not TopK for part in parts):
-            return super().join(parts)
-        rule: Rule = "sampled" if self.ragged else "largest"
-        return TableSelection(
-            parts, Selection(rule, tuple(part.codec._row(part) for part in parts))
-        )
+    @property
+    def whole(self) -> WholeCodec:
+        return replace(super().whole, joint=by_table(TopK, _selection))
 
     def _row(self, part: Part) -> Row:
         k = self.most(part.numel)
@@ -122,3 +119,8 @@ class TopK(DensitySparsifier, SparseCodec):
     @classmethod
     def examples(cls) -> tuple[TopK, ...]:
         return (cls(0.1), cls(1.0), cls(0.1, "bfloat16"), cls(0.1, selection="sampled"))
+
+
+def _selection(parts: tuple[Part, ...]) -> Selection:
+    rule: Rule = "sampled" if parts[0].codec.ragged else "largest"
+    return Selection(rule, tuple(part.codec._row(part) for part in parts))

@@ -55,6 +55,8 @@ class Induced(Codec):
     biased: Codec = None  # type: ignore[assignment]
     unbiased: Codec = None  # type: ignore[assignment]
 
+    _turns = "biased"
+
     def __post_init__(self) -> None:
         first = TopK(0.01) if self.biased is None else self.biased
         second = QSGD(2) if self.unbiased is None else self.unbiased
@@ -93,13 +95,6 @@ class Induced(Codec):
     def waits(self) -> Waits:
         both = (self.biased.waits, self.unbiased.waits)
         return Waits(sum(w.least for w in both), sum(w.limit for w in both))
-
-    @property
-    def level(self) -> float | None:
-        return self.biased.level
-
-    def at(self, level: float) -> Induced:
-        return dataclasses.replace(self, biased=self.biased.at(level))
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         first = self.biased.encode(buffer, bucket)

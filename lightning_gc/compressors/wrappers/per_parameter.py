@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_gc.compressors.base import (
-    BatchedCollective,
-    Codec,
+from lightning_gc.compressors.base import BatchedCollective, Codec, Compressor
+from lightning_gc.compressors.joint import (
     CodecScheme,
-    Compressor,
     Joint,
+    JointCodec,
     JointCollective,
     Part,
+    Whole,
     in_row,
+    joined,
+    joint_of,
     limits_of,
 )
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL, SizeSwitch
@@ -34,7 +35,7 @@ from lightning_gc.kernels import segments
 
 
 @dataclass(frozen=True)
-class PerParameter(Wrapper):
+class PerParameter(Wrapper, Whole):
     """Run the inner compressor on each parameter of a bucket separately.
 
     A bucket still costs one message per round, and one payload if the compressor can join parts. A
@@ -89,19 +90,20 @@ class PerParameter(Wrapper):
         if means:
             whole.put(means, out, pending)
 
+    @property
+    def whole(self) -> Whole:
+        return self
+
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         plan = self._plan(bucket, scheme)
         one = len(plan.joint) == 1 and not plan.alone
         return one and plan.joint[0].codec.absorbs(bucket, buffer, scheme)
 
     def _plan(self, bucket: Bucket, scheme: CodecScheme | None) -> _Plan:
-        joint = "no" if scheme is None else scheme.joint(bucket.workers)
+        joint = joint_of(bucket, scheme)
         return _plan(self, tuple(bucket.shapes.items()), joint, bucket.workers)
 
-    def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:
-        return dataclasses.replace(self, levels=tuple(levels.items()), others_dense=dense)
-
-    def as_written(self) -> Compressor:
+    def _as_written(self) -> Compressor:
         """Return the inner compressor for which strategies make this; see ``by_default``."""
         written: Compressor = self
         inner: Compressor = self
@@ -124,10 +126,10 @@ class _Joint(NamedTuple):
     """Parameters that share a payload or rounds of communication, or are cut into shards."""
 
     parts: Sequence[Part]
-    codec: Codec | JointCollective  # of all parts
+    codec: JointCodec | JointCollective  # of all parts
     cut: bool  # into shards
     rows: Rows | None  # of shards; used where the codec codes a row together
-    in_row: Codec | None
+    in_row: JointCodec | None
 
     def flows(
         self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
@@ -148,7 +150,7 @@ class _Joint(NamedTuple):
         """
         if scheme is None or scheme.averages:
             return True
-        fixed = isinstance(self.codec, Codec) and limits_of(self.codec, bucket.numel) is None
+        fixed = isinstance(self.codec, JointCodec) and limits_of(self.codec, bucket.numel) is None
         return not self.cut and fixed and is_gathered(nbytes, bucket.workers)
 
 
@@ -196,15 +198,15 @@ def _plan(
         return _Plan(parts, joints, whole)
     alike: dict[Hashable, list[Part]] = {}
     for part in parts:
-        kind = part.codec.joint_kind if isinstance(part.codec, Codec) else None
+        kind = part.codec.whole.kind if isinstance(part.codec, Codec) else None
         alike.setdefault(kind, []).append(part)
     alone = alike.pop(None, [])
     for some in alike.values():
-        join, rows, row = some[0].codec.join, None, None
+        rows, row = None, None
         if joint == "shards" and len(some) > 1:
             rows = Rows(tuple(some), workers)
-            row = join(rows.in_row)
-        joints.append(_Joint(some, join(tuple(some)), joint == "shards", rows, row))
+            row = joined(rows.in_row)
+        joints.append(_Joint(some, joined(tuple(some)), joint == "shards", rows, row))
     return _Plan(alone, joints, whole)
 
 
@@ -284,6 +286,30 @@ def _average(own: Tensor, means: list[Tensor]) -> Flow:
     """Append the mean of ``own`` to ``means``."""
     (mean,) = yield Mean((own,))
     means.append(mean)
+
+
+def with_levels(
+    compressor: Compressor, levels: Mapping[str, float | None], *, dense: bool
+) -> Compressor:
+    """Return a compressor with separate levels for some parameters.
+
+    Args:
+        compressor: a ``PerParameter``, also in other wrappers.
+        levels: parameter name -> level; None sends the parameter uncompressed.
+        dense: whether all other parameters are sent uncompressed.
+
+    Raises:
+        ValueError: the compressor works on whole buckets.
+    """
+    if isinstance(compressor, PerParameter):
+        return replace(compressor, levels=tuple(levels.items()), others_dense=dense)
+    if isinstance(compressor, Wrapper):
+        inner = with_levels(compressor.inner, levels, dense=dense)
+        return replace(compressor, inner=inner)  # type: ignore[type-var]
+    raise ValueError(
+        f"{compressor} works on whole buckets, so parameters cannot have separate levels "
+        f"({', '.join(levels)}); use PerParameter({compressor})."
+    )
 
 
 def layerwise(compressor: Compressor) -> Compressor:
@@ -389,7 +415,7 @@ class Rows:
 
 
 def flow_in_rows(
-    codec: Codec,
+    codec: JointCodec,
     rows: Rows,
     bucket: Bucket,
     buffer: Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,15 +17,19 @@ from lightning_gc.compressors.base import (
     AbsoluteError,
     Bound,
     Codec,
-    CodecScheme,
     Contraction,
     Multiple,
-    Part,
     Traits,
     Unbounded,
     Waits,
+)
+from lightning_gc.compressors.joint import (
+    CodecScheme,
+    JointCodec,
+    Part,
+    WholeCodec,
     absorbed,
-    clear_parts,
+    joined,
 )
 from lightning_gc.compressors.quantisers.blockwise_codes import JointBlocks
 from lightning_gc.compressors.quantisers.natural_compression import NaturalCompression
@@ -98,6 +102,8 @@ class Quantised(Codec):
     sparsifier: SparseCodec = None  # type: ignore[assignment]
     quantiser: Codec = None  # type: ignore[assignment]
 
+    _turns = "sparsifier"
+
     def __post_init__(self) -> None:
         chosen = TopK(0.01) if self.sparsifier is None else self.sparsifier
         values = QSGD(4, 64) if self.quantiser is None else self.quantiser
@@ -138,13 +144,6 @@ class Quantised(Codec):
     @property
     def waits(self) -> Waits:
         return self.sparsifier.waits
-
-    @property
-    def level(self) -> float | None:
-        return self.sparsifier.level
-
-    def at(self, level: float) -> Quantised:
-        return dataclasses.replace(self, sparsifier=self.sparsifier.at(level))
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         return self.sparsifier.compresses(shape)
@@ -214,13 +213,10 @@ class Quantised(Codec):
         return _count(payload, numel, self.sparsifier.most(numel))
 
     @property
-    def joint_kind(self) -> Hashable:
-        inner = self.sparsifier.joint_kind, self.quantiser.joint_kind
+    def whole(self) -> WholeCodec:
+        inner = self.sparsifier.whole.kind, self.quantiser.whole.kind
         known = all(kind is not None for kind in inner) and not self.sparsifier.ragged
-        return (Quantised, *inner) if known else None
-
-    def join(self, parts: tuple[Part, ...]) -> Codec:
-        return JointQuantised(parts)
+        return WholeCodec(self, kind=(Quantised, *inner) if known else None, joint=JointQuantised)
 
     @classmethod
     def examples(cls) -> tuple[Quantised, ...]:
@@ -231,39 +227,33 @@ class Quantised(Codec):
         )
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, since hashing many parts takes long
-class JointQuantised(Codec):
+class JointQuantised(JointCodec):
     """Choose elements in each part, and send their values and positions in one payload.
 
     The payload consists of the quantiser's payload for the values of all parts, and of coded
     positions in the bucket. Separate payloads would have the same elements and mean.
 
     Args:
+        codec: of the first part.
         parts: ascending. Their codecs are ``Quantised``, with fixed numbers of elements and equal
             quantisers.
     """
-
-    parts: tuple[Part, ...]
 
     @functools.cached_property
     def selection(self) -> JointSelection:
         """The codec of the choice alone."""
         parts = tuple(part._replace(codec=part.codec.sparsifier) for part in self.parts)
-        return parts[0].codec.join(parts)  # type: ignore[no-any-return]
+        return joined(parts)  # type: ignore[return-value]
 
     @functools.cached_property
-    def quantiser(self) -> Codec:
+    def quantiser(self) -> JointCodec:
         """The codec of the chosen values, which has a part for the values of each part."""
         parts, stop = list[Part](), 0
         for part in self.parts:
             start, stop = stop, stop + part.codec.sparsifier.most(part.numel)
             inner, name = part.codec.quantiser, _of_values(part.name)
             parts.append(Part(inner, name, start, stop, part.place))
-        return parts[0].codec.join(tuple(parts))  # type: ignore[no-any-return]
-
-    @property
-    def traits(self) -> Traits:
-        return self.parts[0].codec.traits  # type: ignore[no-any-return]
+        return joined(tuple(parts))
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         return absorbed(bucket, buffer, scheme, "sparse") and self._in_kernels(buffer) is not None
@@ -281,7 +271,7 @@ class JointQuantised(Codec):
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         *quantised, coded = payload
-        values = out.new_zeros(self.selection.most(out.numel()))
+        values = out.new_zeros(self.selection.most)
         self.quantiser.decode(tuple(quantised), values, 1.0, self._values(bucket, values))
         sparse_codec.add((values, coded), out, scale)
 
@@ -301,7 +291,7 @@ class JointQuantised(Codec):
         inner = self.quantiser
         if not isinstance(self.selection, TableSelection) or not isinstance(inner, JointBlocks):
             return None
-        table = inner.table(flat)
+        table = inner.kernels(flat)
         return None if table is None else (self.selection.selection, table)
 
     def _values(self, bucket: Bucket, values: Tensor) -> Bucket:
@@ -311,25 +301,12 @@ class JointQuantised(Codec):
         changes = {"grad": values, "shapes": shapes, "state": {}, "pending": None}
         return dataclasses.replace(bucket, **changes)  # type: ignore[arg-type]
 
-    def clear(self, out: Tensor) -> None:
-        clear_parts(self.parts, out)
-
-    def elements(self, numel: int) -> int:
-        return sum(part.numel for part in self.parts)
-
     def sent(self, payload: Payload, numel: int) -> int:
-        return self.selection.most(numel)
-
-    def bound(self, numel: int) -> Contraction:
-        """Return δ = 0; each part keeps its codec's bound."""
-        return Contraction(0.0)
+        return self.selection.most
 
     def wire(self, numel: int) -> Wire:
-        sent = self.selection.most(numel)
+        sent = self.selection.most
         return *self.quantiser.wire(sent), sparse_codec.positions_field(sent, numel, "no")
-
-    def __repr__(self) -> str:
-        return f"PerParameter({self.parts[0].codec!r})"
 
 
 def _values(bucket: Bucket, values: Tensor) -> Bucket:

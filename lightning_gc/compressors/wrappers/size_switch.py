@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lightning_gc.compressors.base import CodecScheme, Compressor, dense
+from lightning_gc.compressors.base import Compressor, dense
+from lightning_gc.compressors.joint import CodecScheme
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Flow
 
@@ -61,10 +62,19 @@ class SizeSwitch(Wrapper):
     def for_shape(self, shape: tuple[int, ...]) -> Compressor | None:
         return self.inner.for_shape(shape) if self.compresses(shape) else None
 
-    def for_shards(self, shards: int) -> SizeSwitch:
-        inner, limit = self.inner.for_shards(shards), math.ceil(self.min_numel / shards)
-        return SizeSwitch(inner, limit, self.min_dims)
-
     def compresses(self, shape: tuple[int, ...]) -> bool:
         large = math.prod(shape) >= self.min_numel and len(shape) >= self.min_dims
         return large and self.inner.compresses(shape)
+
+
+def for_shards(compressor: Compressor, shards: int) -> Compressor:
+    """Return a compressor for tensors that are first cut into ``shards`` parts.
+
+    Size limits refer to full tensors, so they are scaled for shards.
+    """
+    if not isinstance(compressor, Wrapper):
+        return compressor
+    inner = for_shards(compressor.inner, shards)
+    if isinstance(compressor, SizeSwitch):
+        return replace(compressor, inner=inner, min_numel=math.ceil(compressor.min_numel / shards))
+    return replace(compressor, inner=inner)  # type: ignore[type-var]

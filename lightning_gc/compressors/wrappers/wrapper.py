@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightning_gc.compressors.base import Bound, CodecScheme, Compressor, Traits, Waits
+from lightning_gc.compressors.base import Bound, Compressor, Traits, Waits
+from lightning_gc.compressors.joint import CodecScheme
 from lightning_gc.core import Bucket, Flow, Structure, Wire
 
 
@@ -53,6 +53,8 @@ class Wrapper(_Around):
 
     inner: Compressor
 
+    _turns = "inner"
+
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Compressor):
             raise ValueError(
@@ -63,20 +65,6 @@ class Wrapper(_Around):
     def traits(self) -> Traits:
         inner = self.inner.traits
         return dataclasses.replace(inner, space=inner.level_space)
-
-    def for_shards(self, shards: int) -> Compressor:
-        return dataclasses.replace(self, inner=self.inner.for_shards(shards))  # type: ignore[type-var]
-
-    @property
-    def level(self) -> float | None:
-        return self.inner.level
-
-    def at(self, level: float) -> Self:
-        return dataclasses.replace(self, inner=self.inner.at(level))  # type: ignore[type-var]
-
-    def with_levels(self, levels: Mapping[str, float | None], *, dense: bool) -> Self:
-        inner = self.inner.with_levels(levels, dense=dense)
-        return dataclasses.replace(self, inner=inner)  # type: ignore[type-var]
 
 
 class Preset(_Around):

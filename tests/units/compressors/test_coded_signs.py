@@ -44,7 +44,7 @@ def test_more_than_its_sender_may_send() -> None:
     x = torch.arange(1.0, 101)
     payload = FixedProportion(0.5).encode(x.clone(), cases.bucket_of(x))
     with pytest.raises(ValueError, match=r"shapes .* \(6,\), .* at most 1 signs, "):
-        FixedProportion(0.1).receive(payload, x.clone(), 1.0, cases.bucket_of(x), 0)
+        FixedProportion(0.1).whole.receive(payload, x.clone(), 1.0, cases.bucket_of(x), 0)
 
 
 # StromThreshold.

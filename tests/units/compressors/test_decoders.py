@@ -40,7 +40,7 @@ def payload_of(codec: Codec) -> Payload:
 def decode(codec: Codec, payload: Payload) -> Tensor:
     out = X.clone()
     try:
-        codec.receive(payload, out, 1.0, cases.bucket_of(X), 0)
+        codec.whole.receive(payload, out, 1.0, cases.bucket_of(X), 0)
     except ValueError:
         assert torch.equal(out, X)
         raise
@@ -160,8 +160,8 @@ def test_an_error_names_codec_sender_and_parameter(codec: Codec) -> None:
     with pytest.raises(
         ValueError, match=r"cannot decode what worker 3 sent for body.weight.*"
     ) as e:
-        codec.receive((torch.ones(7),), X.clone(), 1.0, bucket, 3)
+        codec.whole.receive((torch.ones(7),), X.clone(), 1.0, bucket, 3)
     assert str(e.value).startswith(short(codec))
     assert "..." in str(e.value)
     with pytest.raises(ValueError, match="the mean of all payloads"):
-        codec.receive((torch.ones(7),), X.clone(), 1.0, bucket, None)
+        codec.whole.receive((torch.ones(7),), X.clone(), 1.0, bucket, None)

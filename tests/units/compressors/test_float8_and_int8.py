@@ -217,4 +217,4 @@ def test_lengths_are_checked() -> None:
             wrong = [*payload]
             wrong[i] = torch.cat([wrong[i], wrong[i]])
             with pytest.raises(ValueError, match="another configuration"):
-                codec.receive(tuple(wrong), torch.zeros(9), 1.0, cases.bucket_of(x), 0)
+                codec.whole.receive(tuple(wrong), torch.zeros(9), 1.0, cases.bucket_of(x), 0)

@@ -91,7 +91,7 @@ def test_every_pattern_is_in_the_message(dtype: torch.dtype) -> None:
     sent, out = x.clone(), torch.full_like(x, 7.0)
     bucket = cases.bucket_of(x)
     payload = Lossless().encode(sent, bucket)
-    Lossless().receive_all([payload], out, bucket)
+    Lossless().whole.receive_all([payload], out, bucket)
     assert not differing(out, x).any()
     assert differing(out, x * 1.0).any() == (dtype != torch.float16)  # signalling NaNs are in it
 

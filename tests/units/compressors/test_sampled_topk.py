@@ -190,8 +190,8 @@ def test_more_than_k_are_refused() -> None:
     bucket = cases.bucket_of(x)
     payload = TopK(0.2).encode(x.clone(), bucket)
     with pytest.raises(ValueError, match=r"shapes \(\(20,\), .* \(at most 10 values, "):
-        TopK(0.1, selection="sampled").receive(payload, torch.zeros(100), 1.0, bucket, 0)
-    TopK(0.3, selection="sampled").receive(payload, torch.zeros(100), 1.0, bucket, 0)
+        TopK(0.1, selection="sampled").whole.receive(payload, torch.zeros(100), 1.0, bucket, 0)
+    TopK(0.3, selection="sampled").whole.receive(payload, torch.zeros(100), 1.0, bucket, 0)
 
 
 def test_what_it_says_of_itself() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc import QSGD
-from lightning_gc.compressors.base import Part
+from lightning_gc.compressors.joint import Part, joined
 from lightning_gc.core import Bucket
 from lightning_gc.core.bit_packing import unpack
 from tests.support.kernel_device import here, marks
@@ -23,7 +23,7 @@ def encoded(values: dict[str, Tensor], step: int, worker: int = 0) -> dict[str, 
     flat = here(torch.cat(list(values.values())))
     shapes = {name: tuple(value.shape) for name, value in values.items()}
     bucket = Bucket(flat, shapes, step=step, worker=worker)
-    codes, _ = codec.join(tuple(parts)).encode(flat.clone(), bucket)
+    codes, _ = joined(tuple(parts)).encode(flat.clone(), bucket)
     cut = codes.cpu().split([part.numel // 2 for part in parts])
     return {part.name: unpack(own, 4, part.numel) - 7 for part, own in zip(parts, cut, strict=True)}
 

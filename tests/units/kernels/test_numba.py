@@ -26,7 +26,8 @@ from lightning_gc import (
     Uniform,
 )
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.base import Codec, Part
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.joint import Part, joined
 from lightning_gc.compressors.signs.sign_payload import mean
 from lightning_gc.core import Bucket, payload_validation
 from lightning_gc.core.bit_packing import packed_bytes
@@ -146,7 +147,7 @@ def test_a_whole_bucket(codec: Codec, workers: int, monkeypatch: pytest.MonkeyPa
 
 def test_the_sender_of_a_code_that_no_encoder_makes_is_named() -> None:
     bucket = Bucket(torch.randn(100), {"a": (60,), "b": (40,)})
-    joint = QSGD(3).join((Part(QSGD(3), "a", 0, 60, 0), Part(QSGD(3), "b", 60, 100, 1)))
+    joint = joined((Part(QSGD(3), "a", 0, 60, 0), Part(QSGD(3), "b", 60, 100, 1)))
     codes, norms = joint.encode(bucket.grad.clone(), bucket)
     damaged = codes.clone()
     damaged[-2:] = 255

@@ -7,7 +7,8 @@ import torch
 
 from lightning_gc import ChunkedTopK, HardThreshold, TopK
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.base import Codec, Part
+from lightning_gc.compressors.base import Codec
+from lightning_gc.compressors.joint import Part, joined
 from lightning_gc.core import elias_fano
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.kernels import dispatch
@@ -39,7 +40,7 @@ def bucket(step: int) -> Bucket:
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_host_chooses_as_torch_does(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Payload and error are equal, for every kind of number."""
-    joint = codec.join(parts(codec))
+    joint = joined(parts(codec))
     kinds = tensors(NUMEL) | {"ties": tensors(NUMEL)["normal"].mul(2).round()}
     for step, x in enumerate(kinds.values()):
         results = []

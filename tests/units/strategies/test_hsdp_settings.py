@@ -6,6 +6,7 @@ import pytest
 from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_gc import COMPRESSORS, QSGD, Cast, PerParameter, SizeSwitch, TopK
+from lightning_gc.compressors.wrappers.size_switch import for_shards
 from lightning_gc.controllers import LayerBudget
 from lightning_gc.exchange import configure
 from lightning_gc.lightning.for_pytorch_lightning import CompressedHSDPStrategy
@@ -61,9 +62,9 @@ def test_limits_of_size_are_of_whole_parameters() -> None:
     switch = SizeSwitch(TopK(0.1))
     assert switch.compresses((33, 37))
     assert not switch.compresses(shard_shape((33, 37), 0, 2))
-    assert PerParameter(switch).for_shards(2).compresses(shard_shape((33, 37), 0, 2))
-    assert not PerParameter(switch).for_shards(2).compresses(shard_shape((30, 33), 0, 2))
-    assert TopK(0.1).for_shards(2) == TopK(0.1)
+    assert for_shards(PerParameter(switch), 2).compresses(shard_shape((33, 37), 0, 2))
+    assert not for_shards(PerParameter(switch), 2).compresses(shard_shape((30, 33), 0, 2))
+    assert for_shards(TopK(0.1), 2) == TopK(0.1)
 
 
 def test_shards_have_other_seeds_and_replicas_the_same() -> None:

@@ -1,0 +1,391 @@
+"""Whole buckets: codecs as schemes use them, and parameters that share a payload or a round.
+
+Compressors name their class of this family in ``whole``. Their authors need not: without it a
+parameter has its own payload, and torch encodes it.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_gc.core import Bucket, Flow, Limits, Payload, Wire, payload_validation
+from lightning_gc.core.segments import Pending
+from lightning_gc.core.wire import limits
+from lightning_gc.kernels.dispatch import fused
+
+Joint = Literal["no", "parts", "shards", "ranges"]
+
+
+class CodecScheme(Protocol):
+    """The interface of a scheme that codecs use; see ``lightning_gc.schemes``."""
+
+    def joint(self, workers: int) -> Joint:
+        """Return whether parameters may share a payload: no, or as parts, shards or ranges."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether payloads are averaged before they are decoded."""
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each worker gets only its shard of the mean."""
+
+    def flow(self, codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        """Exchange the payloads of ``codec`` for ``buffer`` and write their mean to ``out``."""
+
+    def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        """Exchange ``buffer`` uncompressed and write the mean to ``out``."""
+
+
+def joint_of(bucket: Bucket, scheme: CodecScheme | None) -> Joint:
+    """Return how parameters of a bucket may share a payload."""
+    return "no" if scheme is None else scheme.joint(bucket.workers)
+
+
+class Whole:
+    """A compressor as the engine uses it on a whole bucket."""
+
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        """Return whether ``flow`` does for this bucket what ``core.segments.Pending`` says.
+
+        By default the engine does that work, in its own kernels.
+        """
+        return False
+
+
+class Part(NamedTuple):
+    """A parameter of a bucket and the compressor that encodes it.
+
+    Attributes:
+        codec: at the parameter's level.
+        name: of the parameter.
+        start, stop: its place in the bucket, not empty.
+        place: its index among the bucket's parameters that are not empty.
+    """
+
+    codec: Any
+    name: str
+    start: int
+    stop: int
+    place: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self.stop - self.start
+
+
+def in_row(parts: Sequence[Part], workers: int) -> tuple[Part, ...]:
+    """Return the parts with ``start`` and ``stop`` of one of W shards, one after the other."""
+    found, stop = list[Part](), 0
+    for part in parts:
+        start, stop = stop, stop - (part.start - part.stop) // workers
+        found.append(part._replace(start=start, stop=stop))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class WholeCodec(Whole):
+    """A codec with all that schemes use: it counts what it sends, and checks what arrives.
+
+    Args:
+        codec: encodes and decodes.
+        kind: parameters of a bucket whose codecs have equal kinds share a payload; None: no others.
+        joint: makes the codec of parts of a bucket, whose codecs have this kind. Elements and mean
+            are the same, bit for bit, as with a payload for each part. Elements of the bucket
+            outside the parts are not changed.
+    """
+
+    codec: Any
+    kind: Hashable = field(default=None, kw_only=True, compare=False)
+    joint: Callable[[Any, tuple[Part, ...]], JointCodec] | None = field(
+        default=None, kw_only=True, compare=False
+    )
+
+    def __str__(self) -> str:
+        return str(self.codec)
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
+        """Exchange ``buffer`` under the contract of ``Compressor.flow``."""
+        assert scheme is not None
+        yield from scheme.flow(self, bucket, buffer, out)
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        """Do as ``Codec.encode``."""
+        payload: Payload = self.codec.encode(buffer, bucket)
+        return payload
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        """Do as ``Codec.decode``."""
+        self.codec.decode(payload, out, scale, bucket)
+
+    def wire(self, numel: int) -> Wire:
+        """Return the wire format of a buffer of ``numel`` elements."""
+        found: Wire = self.codec.wire(numel)
+        return found
+
+    def elements(self, numel: int) -> int:
+        """Return how many of ``numel`` elements of a buffer are encoded."""
+        return numel
+
+    def sent(self, payload: Payload, numel: int) -> int:
+        """Return how many of ``numel`` elements the payload carries."""
+        found: int = self.codec.sent(payload, numel)
+        return found
+
+    def send(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        """Encode and add the payload to the tally."""
+        payload = self.encode(buffer, bucket)
+        self.note(payload, buffer.numel(), bucket)
+        return payload
+
+    def note(self, payload: Payload, numel: int, bucket: Bucket) -> None:
+        """Add the payload of a buffer of ``numel`` elements to the tally."""
+        if bucket.phase == 0:
+            # A shard's buffer may be padded beyond its bucket.
+            sent = min(self.sent(payload, numel), bucket.numel)
+            bucket.tally.count(min(self.elements(numel), bucket.numel), sent, payload)
+
+    def receive(
+        self, payload: Payload, out: Tensor, scale: float, bucket: Bucket, sender: int | None
+    ) -> None:
+        """Check and decode the payload of worker ``sender``, or the mean of all payloads if None.
+
+        Raises:
+            ValueError: the payload cannot come from this compressor. The message names the sender.
+        """
+        with payload_validation.naming(self, bucket, sender):
+            payload_validation.fields(payload, wire_of(self, out.numel()))
+            self.decode(payload, out, scale, bucket)
+
+    def check(self, payloads: Sequence[Payload], bucket: Bucket, *, averaged: bool = False) -> None:
+        """Raise ValueError, which names the sender, if tensors of a payload have wrong lengths."""
+        for sender, payload in enumerate(payloads):
+            with payload_validation.naming(self, bucket, None if averaged else sender):
+                payload_validation.fields(tuple(payload), wire_of(self, bucket.numel))
+
+    def clear(self, out: Tensor) -> None:
+        """Zero the elements of ``out``, ``(numel,)``, that ``decode`` adds to."""
+        out.zero_()
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        """Write the mean of the workers' payloads to ``out``, ``(numel,)``.
+
+        Args:
+            payloads: of all workers, in their order; or, if ``averaged``, their mean only.
+            out: overwritten.
+            bucket: as for ``decode``.
+            averaged: whether the transport has averaged the payloads.
+
+        Raises:
+            ValueError: as ``receive``.
+        """
+        self.clear(out)
+        for sender, payload in enumerate(payloads):
+            share = 1.0 if averaged else 1 / len(payloads)
+            self.receive(tuple(payload), out, share, bucket, None if averaged else sender)
+
+    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
+        """Return kernels that encode all shards of ``buffer`` at once, or None without kernels."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class JointCodec(WholeCodec):
+    """Encode parts of a bucket in one payload.
+
+    The payload has each field of the parts' codec, the parts' tensors one after the other. Its
+    message thus has the same bytes as messages of separate payloads. Without ``kernels`` it works
+    part by part, which is the reference of the kernels.
+
+    Args:
+        codec: of the first part.
+        parts: ascending. Their codecs are equal and have fixed lengths.
+    """
+
+    parts: tuple[Part, ...]
+
+    # Compared by identity, since hashing many parts takes long.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def kernels(self, flat: Tensor, shards: int = 1) -> ShardKernels | None:
+        """Return kernels of all parts of ``flat``, or of W shards of each; None: torch encodes."""
+        return None
+
+    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
+        kernels = self.kernels(buffer, bucket.workers)
+        if kernels is None:
+            return None
+        row = type(self)(self.codec, in_row(self.parts, bucket.workers))
+        return Shards(row, self.elements(bucket.numel), kernels, bucket, buffer)
+
+    def in_rows(self, buffer: Tensor) -> bool:
+        """Return whether shards of all parts are best copied to rows, which are coded together."""
+        return False
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        kernels = self.kernels(buffer)
+        if kernels is not None:
+            (payload,) = kernels.encode(buffer, bucket)
+            return payload
+        payloads = [
+            part.codec.encode(
+                buffer[part.start : part.stop], bucket.part(part.name, part.start, part.stop)
+            )
+            for part in self.parts
+        ]
+        if len(payloads) == 1:
+            return payloads[0]  # type: ignore[no-any-return]
+        return tuple(torch.cat(tensors) for tensors in zip(*payloads, strict=True))
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        cut = [tensor.split(self._lengths[i]) for i, tensor in enumerate(payload)]
+        for part, *tensors in zip(self.parts, *cut, strict=True):
+            inner = bucket.part(part.name, part.start, part.stop)
+            part.codec.decode(tuple(tensors), out[part.start : part.stop], scale, inner)
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        kernels = self.kernels(out)
+        if kernels is None:
+            super().receive_all(payloads, out, bucket, averaged=averaged)
+        else:
+            self.check(payloads, bucket, averaged=averaged)
+            kernels.average(payloads, out, bucket.pending)
+
+    def clear(self, out: Tensor) -> None:
+        """Zero the parts of ``out``; all of it if nothing else is in it."""
+        if self.elements(out.numel()) == out.numel():
+            out.zero_()
+        else:
+            torch._foreach_zero_([out[part.start : part.stop] for part in self.parts])
+
+    @functools.cached_property
+    def _lengths(self) -> list[list[int]]:
+        """Per tensor of the payload, its elements for each part."""
+        wires = [wire_of(part.codec, part.numel) for part in self.parts]
+        return [[field.length for field in fields] for fields in zip(*wires, strict=True)]
+
+    def elements(self, numel: int) -> int:
+        return sum(part.numel for part in self.parts)
+
+    def sent(self, payload: Payload, numel: int) -> int:
+        return self.elements(numel)
+
+    def wire(self, numel: int) -> Wire:
+        fields = wire_of(self.codec, self.parts[0].numel)
+        return tuple(replace(field, length=sum(self._lengths[i])) for i, field in enumerate(fields))
+
+
+def joined(parts: tuple[Part, ...]) -> JointCodec:
+    """Return the codec of ascending parts, whose codecs have the same ``kind``."""
+    whole = parts[0].codec.whole
+    joint: JointCodec = whole.joint(whole.codec, parts)
+    return joint
+
+
+class ShardKernels(Protocol):
+    """Kernels that encode and decode all shards of a bucket at once."""
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Sequence[Payload]:
+        """Move the sent part out of ``buffer``: a payload for each worker, its shards' parts."""
+
+    def again(self, payloads: Sequence[Payload], buffer: Tensor, bucket: Bucket) -> Payload:
+        """Average all workers' ``payloads`` of the own shard, and encode the mean.
+
+        W times the error of this second encoding is added to ``buffer``.
+        """
+
+    def average(self, payloads: Sequence[Payload], out: Tensor, pending: Pending | None) -> None:
+        """Write the shards of all workers to ``out``."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Exchange one bucket in two rounds of shards; see ``schemes.TwoShot``.
+
+    Attributes:
+        row: has the format of a payload.
+        elements: of all parts.
+        kernels: of all parts.
+        bucket, buffer: as for ``Codec.encode``.
+    """
+
+    row: WholeCodec
+    elements: int
+    kernels: ShardKernels
+    bucket: Bucket
+    buffer: Tensor
+
+    def encode(self) -> Sequence[Payload]:
+        """Move the sent part out of the buffer: a payload for each worker."""
+        payloads = self.kernels.encode(self.buffer, self.bucket)
+        tensors = [tensor for payload in payloads for tensor in payload]
+        self.bucket.tally.count(self.elements, self.elements, tensors)
+        return payloads
+
+    def encode_mean(self, payloads: Sequence[Payload]) -> Payload:
+        """Average all workers' payloads of the own shard, encode the mean, and book the error."""
+        self.row.check(payloads, self.bucket)
+        return self.kernels.again(payloads, self.buffer, self.bucket.again())
+
+    def decode(self, payloads: Sequence[Payload], out: Tensor) -> None:
+        """Write the shards of all workers to ``out``."""
+        self.row.check(payloads, self.bucket)
+        self.kernels.average(payloads, out, self.bucket.pending)
+
+
+@dataclass(frozen=True, eq=False)
+class JointCollective(Whole, abc.ABC):
+    """Exchange parts of a bucket together. Subclasses implement ``rounds``.
+
+    Args:
+        parts: ascending. Their codecs are equal.
+        shapes: of the parts.
+    """
+
+    parts: tuple[Part, ...]
+    shapes: Sequence[tuple[int, ...]]
+
+    @property
+    def codec(self) -> Any:
+        """The compressor of all parts."""
+        return self.parts[0].codec
+
+    @abc.abstractmethod
+    def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        """Exchange the parts of ``buffer``, under the contract of ``Compressor.flow``."""
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
+        """Run ``rounds``, which need no scheme."""
+        yield from self.rounds(bucket, buffer, out)
+
+
+def absorbed(bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None, family: str) -> bool:
+    """Return whether a family's kernels of whole buckets can be used: on a GPU, without shards."""
+    return joint_of(bucket, scheme) == "parts" and fused(buffer, family)
+
+
+# Cached, since every tensor needs its format in every step.
+@functools.lru_cache(maxsize=4096)
+def wire_of(codec: Any, numel: int) -> Wire:
+    """Return ``codec.wire(numel)`` from a cache."""
+    found: Wire = codec.wire(numel)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def limits_of(codec: Any, numel: int) -> Limits | None:
+    """Return the maximal elements per ragged payload tensor; None if all lengths are fixed."""
+    return limits(codec.wire(numel))
