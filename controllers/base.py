@@ -54,7 +54,8 @@ class Needs:
             parameter, and a pass over the gradient.
         moments: ``gradient_noise``, ``gradient_squared`` and ``gradient_dissimilarity``. Costs the
             same, and one dense all-reduce at the end of an epoch.
-        errors: ``total_error`` and ``total_error_update``. Costs one pass over the error.
+        errors: ``total_error`` and ``total_error_update``, and ``error_norms`` at the end of an
+            epoch. Costs one pass over the error.
         scale: ``gradient_scale`` and ``rates_ahead``. Costs one pass over the gradient, and one
             over the run's schedule.
         curves: levels of ``error_curves``, computed at the end of an epoch. Costs one
@@ -131,7 +132,7 @@ class Observation:
         gradient_norms: parameter name -> norm of worker 0's local, raw gradients, as the controller
             declares: summed over the epoch, told at its end, or of its first batch, told from the
             next step on. Compressed parameters only.
-        error_norms: parameter name -> norm of worker 0's error, at the end of an epoch.
+        error_norms: parameter name -> norm of worker 0's error, at the end of an epoch; if needed.
         total_error: ``Σ‖e_t‖²`` over all steps so far, in units of the gradient, mean over workers;
             0 if not declared.
         total_error_update: ``Σ γ_t²·‖e_t‖²``, in units of the update, with each parameter's own

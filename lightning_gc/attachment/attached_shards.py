@@ -134,11 +134,11 @@ class AttachedScatters(Attached):
         workers.name(model)
         units = units_of(model)
         check_agreement(_agreed(setup, units, weights), Distributed(), device, workers.model)
-        checked = verification(setup.verify, setup.owner).transport
+        verified = verification(setup.verify, setup.owner)
         numbers = UnitNumbers([unit.name for unit in units], bool(setup.verify))
         near = workers.configuration.neighbours(workers.shards)
         transport = Distributed(group, "a reduce-scatter of gradients", near)
-        recording = Recording(checked(transport))
+        recording = Recording(transport if verified is None else verified.transport(transport))
         self._gathers: UnitGathers | None = None
         accounts: list[Recorder] = [recording]
         parts = setup.checkpoint_parts

@@ -401,6 +401,8 @@ class Probes:
         for epoch in epochs:
             epoch.end_epoch()
         found["gradient_norms"] = self._compressed(norms, peers)
+        if not needs.errors:
+            return found
         errors = {n: torch.linalg.vector_norm(error) for n, error in first.errors().items()}
         values = torch.stack(list(errors.values())).tolist() if errors else []
         norms = dict(zip(errors, values, strict=True))

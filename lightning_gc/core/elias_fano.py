@@ -9,13 +9,19 @@ Reference:
     Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", JACM 1974.
 """
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 
+_LAYOUTS = 4096
+"""Numbers of positions and elements whose lengths are remembered: a model's have few."""
 
+
+@functools.lru_cache(_LAYOUTS)
 def coded_bytes(chosen: int, numel: int) -> int:
     """Return the length in bytes of ``chosen`` coded positions in ``numel`` elements."""
     if not chosen:
@@ -24,12 +30,14 @@ def coded_bytes(chosen: int, numel: int) -> int:
     return packed_bytes(chosen, low) + packed_bytes(_map_bits(chosen, numel, low), 1)
 
 
+@functools.lru_cache(_LAYOUTS)
 def layout(chosen: int, numel: int) -> tuple[int, int]:
     """Return the number of low bits, and the length in bytes of all of them."""
     low = _low_bits(chosen, numel) if chosen else 0
     return low, packed_bytes(chosen, low)
 
 
+@functools.lru_cache(_LAYOUTS)
 def map_bits(chosen: int, numel: int) -> int:
     """Return the length in bits of the bitmap."""
     return _map_bits(chosen, numel, _low_bits(chosen, numel)) if chosen else 0

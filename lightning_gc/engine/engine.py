@@ -76,6 +76,7 @@ class Engine:
     Attributes:
         levels: the compressor at its current levels.
         memory, scheme: as given, or the default; no scheme for a ``Collective``.
+        reads_weights: as the memory's.
         buffers: the memory's state.
         compressor_state: parameter name -> the compressor's own state.
         rounds: counts rounds.
@@ -98,6 +99,7 @@ class Engine:
         seed: int = 0,
     ) -> None:
         compressor, self.memory, self.scheme = combine(compressor, memory, scheme)
+        self.reads_weights = self.memory.reads_weights
         self.worker = worker
         self.workers = workers
         self.peers: int | None = None
@@ -229,7 +231,8 @@ class Engine:
     def _finish(self, bucket: Bucket, exchange: BucketExchange, scale: Tensor | None) -> None:
         """Record the error, write the mean in the gradient's own units, count the flow."""
         grad, rates = bucket.grad, self.learning_rates.now if self.memory.buffers else None
-        self.statistics.see_error(bucket, exchange.error, exchange.norm_before, rates)
+        if self.statistics.epoch is not None or exchange.norm_before is not None:
+            self.statistics.see_error(bucket, exchange.error, exchange.norm_before, rates)
         if exchange.mean is not grad:
             grad.copy_(exchange.mean)
         if scale is not None:

@@ -48,11 +48,11 @@ class Guard:
     ) -> None:
         self._bucket, self._scatters, self._unused = bucket, scatters, unused
         self._segments = layouts.of(bucket)
-        self._work = Workspace(self._segments)
+        self._on_host = bucket.grad.device.type == "cpu"  # flags can be read without waiting
+        self._work = None if self._on_host else Workspace(self._segments)
         self._peaks = peaks(bucket.grad, self._segments, self._work)  # (parameters,)
         self.idle = Idle(self._peaks, self._segments)
         self._flags: list[Tensor] = []  # (1,) each, as they arrive: of each worker, or the mean
-        self._on_host = bucket.grad.device.type == "cpu"  # flags can be read without waiting
         self._held: list[tuple[Tensor, Tensor]] = []
         self._error: Tensor | None = None  # of the held buffers
         self._booked: Tensor | None = None  # by the scheme to idle parameters' errors
@@ -69,7 +69,8 @@ class Guard:
 
     def pending(self, grad: Tensor | None, decay: float, gain: float) -> Pending:
         """Return what a codec of the whole bucket may do in its own kernels."""
-        found = self._segments, self._peaks, self.flag, self._work
+        work = self._work or Workspace(self._segments)
+        found = self._segments, self._peaks, self.flag, work
         return Pending(*found, grad, decay, gain, flags=self._flags)
 
     def hold(self, flats: Sequence[Tensor]) -> None:

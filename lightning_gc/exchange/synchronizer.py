@@ -130,7 +130,8 @@ class Synchronizer:
         self._verification = verification(verify, type(self).__name__)
         self._compares = bool(verify) and self._island.size > 1
         shared = self._island.over(transport)
-        self._recording = Recording(self._verification.transport(shared))
+        verified = self._verification
+        self._recording = Recording(shared if verified is None else verified.transport(shared))
         workers.start([self._recording], revocable=revocable)
         workers.run, hosts = _acquainted(workers.run, shared, device)
         scheme = configuration.scheme
@@ -180,8 +181,9 @@ class Synchronizer:
     def _flow(self, grad: Tensor, shapes: Shapes) -> Flow:
         engine = self.workers.first
         flow = self.workers.flow(engine, grad, shapes)
-        watched = self._verification.watch(flow, grad, shapes, engine.step)
-        return self._compared_inside(watched, grad) if self._compares else watched
+        if self._verification is not None:
+            flow = self._verification.watch(flow, grad, shapes, engine.step)
+        return self._compared_inside(flow, grad) if self._compares else flow
 
     def _compared_inside(self, flow: Flow, grad: Tensor) -> Flow:
         """Refuse an island whose processes would send other bits; then as ``flow``."""
@@ -199,8 +201,10 @@ class Synchronizer:
             self._round = workers.regrouping.layout
             workers.regrouping.send(self._flow, self._background)
             workers.regrouping = None
-        compared = self._common() if common is None else common
-        comparison = self._verification.compare(workers.first.step, compared)
+        comparison = None
+        if self._verification is not None:
+            compared = self._common() if common is None else common
+            comparison = self._verification.compare(workers.first.step, compared)
         if comparison is not None:
             self._compared = self._background.submit(comparison, torch.empty(0, device="cpu"))
         workers.end_round(self._round)

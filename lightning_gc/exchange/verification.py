@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -21,33 +20,7 @@ _SEE = (
 )
 
 
-class Verification(abc.ABC):
-    """Rule by which a ``Synchronizer`` verifies the exchange."""
-
-    def transport(self, inner: Transport) -> Transport:
-        """Return the transport to use over ``inner``."""
-        return inner
-
-    @abc.abstractmethod
-    def watch(self, flow: Flow, grad: Tensor, shapes: Mapping[str, Any], step: int) -> Flow:
-        """Return the flow to run instead of ``flow``, which leaves a bucket's mean in ``grad``."""
-
-    @abc.abstractmethod
-    def compare(self, step: int, weights: Iterable[Tensor]) -> Flow | None:
-        """Return a flow to run after the flows of a step's buckets, or None."""
-
-
-class Nothing(Verification):
-    """Verifies nothing, and costs nothing."""
-
-    def watch(self, flow: Flow, grad: Tensor, shapes: Mapping[str, Any], step: int) -> Flow:
-        return flow
-
-    def compare(self, step: int, weights: Iterable[Tensor]) -> Flow | None:
-        return None
-
-
-class Means(Verification):
+class Means:
     """Compares digests of the mean gradients, of every n-th step, from the first one on.
 
     Means that differ in a step between, and are the same again in the next, leave weights that
@@ -69,10 +42,16 @@ class Means(Verification):
         # Appended to and emptied by flows, which one thread runs in order.
         self._digests: list[tuple[str, Tensor]] = []
 
+    def transport(self, inner: Transport) -> Transport:
+        """Return the transport to use over ``inner``."""
+        return inner
+
     def watch(self, flow: Flow, grad: Tensor, shapes: Mapping[str, Any], step: int) -> Flow:
+        """Return the flow to run instead of ``flow``, which leaves a bucket's mean in ``grad``."""
         return self._watched(flow, grad, shapes) if step % self.every == 0 else flow
 
     def compare(self, step: int, weights: Iterable[Tensor]) -> Flow | None:
+        """Return a flow to run after the flows of a step's buckets, or None."""
         if step % self.every:
             return None
         # Here, not in the flow: the optimizer may change them while the flow runs.
@@ -109,8 +88,8 @@ class Messages(Means):
         return Checksummed(inner)
 
 
-def verification(verify: Verify, owner: str) -> Verification:
-    """Return what ``verify=`` of a strategy or of ``attach`` asks for.
+def verification(verify: Verify, owner: str) -> Means | None:
+    """Return what ``verify=`` of a strategy or of ``attach`` asks for, if anything.
 
     Raises:
         ValueError: neither a number of steps nor ``"payload"``.
@@ -122,4 +101,4 @@ def verification(verify: Verify, owner: str) -> Verification:
             f"{owner}(verify={verify!r}): give n to compare the workers' means in every n-th step, "
             f"'payload' to compare a checksum of every message as well, or 0 for neither."
         )
-    return Means(verify) if verify else Nothing()
+    return Means(verify) if verify else None

@@ -184,7 +184,7 @@ class Workers:
     def flow(self, engine: Engine, grad: Tensor, shapes: Shapes, *, wanted: bool = True) -> Flow:
         """Return the flow that replaces one worker's ``grad`` by the mean over workers."""
         weights = None
-        if engine.memory.reads_weights:
+        if engine.reads_weights:
             own = {name: self.local(p).detach() for p, name in self.names.items()}
             weights = {name: in_memory_order(param) for name, param in own.items()}
         return engine.flow(grad, shapes, weights=weights, wanted=wanted)

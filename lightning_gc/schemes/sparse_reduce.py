@@ -115,7 +115,7 @@ class SparseReduce(Scheme):
                 accumulate(mean, theirs, sent, 1 / workers)
             found.append(theirs)
         survivors = _best(mean, torch.cat(found), ranges.places[:, me], numbers, workers)
-        payload = sparse_codec.take(mean, survivors, codec.codec.sent_dtype)
+        payload = sparse_codec.take(mean, survivors, codec.sent_dtype)
         # The error of rounding the mean; times W, since the mean over workers must hold it once.
         second = workers * mean[survivors].nan_to_num_(0.0, 0.0, 0.0)
         buffer[ranges.in_bucket(survivors, me)] += second.nan_to_num_(0.0, 0.0, 0.0)

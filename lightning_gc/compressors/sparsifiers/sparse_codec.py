@@ -89,6 +89,12 @@ class SparseCodec(Codec):
 class WholeSelection(WholeCodec):
     """A sparsifier as ``SparseReduce`` uses it too."""
 
+    @functools.cached_property
+    def sent_dtype(self) -> torch.dtype:
+        """Dtype of the values that are sent."""
+        dtype: torch.dtype = self.codec.sent_dtype
+        return dtype
+
     def bounds(self, buffer: Tensor) -> Tensor:
         """Return first element and end of each parameter, ``(n, 2)`` int64, on the device."""
         # From the device's own numbers, or the host would wait for a copy.
@@ -106,7 +112,7 @@ class WholeSelection(WholeCodec):
             Ascending positions, ``(k,)`` int64, and values as they are sent, ``(k,)``.
         """
         chosen = self.choose(buffer, bucket)
-        return chosen, taken(buffer, chosen, self.codec.sent_dtype)
+        return chosen, taken(buffer, chosen, self.sent_dtype)
 
 
 class Counted(Protocol):
@@ -207,7 +213,7 @@ class JointSelection(JointCodec, WholeSelection):
         return numbers
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        return take(buffer, self.choose(buffer, bucket), self.codec.sent_dtype)
+        return take(buffer, self.choose(buffer, bucket), self.sent_dtype)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         add(payload, out, scale)
@@ -238,7 +244,7 @@ class JointSelection(JointCodec, WholeSelection):
 
     def wire(self, numel: int) -> Wire:
         varies: Varies = "worker" if self.ragged else "no"
-        return wire(self.most, numel, varies, self.codec.sent_dtype)
+        return wire(self.most, numel, varies, self.sent_dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +270,7 @@ class TableSelection(JointSelection):
             return super().count(buffer, bucket)
         from lightning_gc.kernels.gpu import sparse
 
-        of = self.selection, self.codec.sent_dtype, bucket.step, bucket.pending
+        of = self.selection, self.sent_dtype, bucket.step, bucket.pending
         return sparse.count(buffer, *of)
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
@@ -279,14 +285,14 @@ class TableSelection(JointSelection):
             return super().move(buffer, bucket)
         from lightning_gc.kernels.gpu import sparse
 
-        return sparse.move(buffer, self.selection, self.codec.sent_dtype, bucket.step)
+        return sparse.move(buffer, self.selection, self.sent_dtype, bucket.step)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if fused(buffer, "sparse") and not self.ragged:
             from lightning_gc.kernels.gpu import sparse
 
-            return sparse.encode(buffer, self.selection, self.codec.sent_dtype, bucket.pending)
-        if compiled(buffer, "sparse") and self.codec.sent_dtype == buffer.dtype:
+            return sparse.encode(buffer, self.selection, self.sent_dtype, bucket.pending)
+        if compiled(buffer, "sparse") and self.sent_dtype == buffer.dtype:
             from lightning_gc.kernels.host import sparse as host
 
             return host.encode(buffer, self.selection, bucket.step)
