@@ -138,14 +138,14 @@ class AttachedScatters(Attached):
         numbers = UnitNumbers([unit.name for unit in units], bool(setup.verify))
         near = workers.configuration.neighbours(workers.shards)
         transport = Distributed(group, "a reduce-scatter of gradients", near)
-        recording = Recording(transport if verified is None else verified.transport(transport))
+        recording = Recording(verified.transport(transport) if verified else transport)
         self._gathers: UnitGathers | None = None
         accounts: list[Recorder] = [recording]
         parts = setup.checkpoint_parts
         if weights is not None:
             parts.settings["weights"] = weights.in_words
             gathering = Distributed(group, "an all-gather of weights")
-            gathered = Recording(checked(gathering))
+            gathered = Recording(verified.transport(gathering) if verified else gathering)
             self._gathers = UnitGathers(
                 units,
                 {param: plain_name(name) for name, param in model.named_parameters()},

@@ -6,6 +6,7 @@ import abc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,17 +28,16 @@ class Buffers(abc.ABC):
         buffers: names of the buffers of every parameter.
 
     Attributes:
+        named: parameter name -> buffer -> tensor in the parameter's shape: a view, or float32 that
+            is made when it is asked for.
         layouts: places of the buckets' parameters, on the host and on the device.
     """
+
+    named: Mapping[str, Mapping[str, Tensor]]
 
     def __init__(self, buffers: tuple[str, ...]) -> None:
         self.buffers = buffers
         self.layouts = Layouts()
-
-    @property
-    @abc.abstractmethod
-    def named(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Parameter name -> buffer -> tensor in the parameter's shape."""
 
     @abc.abstractmethod
     def flat(self, bucket: Bucket) -> dict[str, Tensor]:
@@ -61,13 +61,8 @@ class ErrorBuffers(Buffers):
 
     def __init__(self, buffers: tuple[str, ...]) -> None:
         super().__init__(buffers)
-        self._named: dict[str, dict[str, Tensor]] = {}  # parameter -> buffer -> view, own shape
+        self.named: dict[str, dict[str, Tensor]] = {}
         self._flat: dict[tuple[str, ...], dict[str, Tensor]] = {}  # layout -> buffer -> flat
-
-    @property
-    def named(self) -> dict[str, dict[str, Tensor]]:
-        """Parameter name -> buffer -> view."""
-        return self._named
 
     def flat(self, bucket: Bucket) -> dict[str, Tensor]:
         """Return the kept tensors, to be changed in place."""
@@ -85,7 +80,7 @@ class ErrorBuffers(Buffers):
     def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace the contents by copies."""
         self._flat.clear()
-        self._named = {
+        self.named = {
             name: {b: _wide(t.detach().clone()) for b, t in tensors.items() if b in self.buffers}
             for name, tensors in named.items()
         }
@@ -94,7 +89,7 @@ class ErrorBuffers(Buffers):
         layout = {buffer: _wide(torch.zeros_like(bucket.grad)) for buffer in self.buffers}
         for buffer, flat in layout.items():
             for name, view in bucket.split(flat).items():
-                kept = self._named.setdefault(name, {})
+                kept = self.named.setdefault(name, {})
                 old = kept.get(buffer, view)
                 check_shape(buffer, name, old.shape, view.shape)
                 kept[buffer] = view.copy_(old)
@@ -172,6 +167,10 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
 
+def _restored(storage: Storage, part: _Part) -> Tensor:
+    return storage.restored(part.kept)[: math.prod(part.shape)].view(part.shape)
+
+
 class NarrowBuffers(Buffers):
     """Keeps a memory's buffers by parameter name in fewer bits, by a ``Storage``.
 
@@ -186,15 +185,9 @@ class NarrowBuffers(Buffers):
         super().__init__(buffers)
         self.storage = storage
         self._parts: dict[str, dict[str, _Part]] = {}  # parameter -> buffer
+        restored = partial(_restored, storage)  # not of self: errors are to be freed at once
+        self.named = Made(self._parts, lambda parts: Made(parts, restored))
         self._flat: dict[tuple[str, ...], dict[str, Kept]] = {}  # layout -> buffer
-
-    @property
-    def named(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Parameter name -> buffer -> float32 tensor, made when it is asked for."""
-        return Made(self._parts, lambda parts: Made(parts, self._restored))
-
-    def _restored(self, part: _Part) -> Tensor:
-        return self.storage.restored(part.kept)[: math.prod(part.shape)].view(part.shape)
 
     def flat(self, bucket: Bucket) -> dict[str, Tensor]:
         """Return new tensors, ``{buffer: flat tensor}`` in the layout of ``bucket``."""
@@ -217,10 +210,12 @@ class NarrowBuffers(Buffers):
     def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace the contents by copies, rounded where they have not been restored before."""
         self._flat.clear()
-        self._parts = {
+        parts = {
             name: {b: self._part(t.detach()) for b, t in tensors.items() if b in self.buffers}
             for name, tensors in named.items()
         }
+        self._parts.clear()
+        self._parts |= parts
 
     def _part(self, tensor: Tensor) -> _Part:
         """Store a parameter's numbers; exactly, if they have been restored before."""
