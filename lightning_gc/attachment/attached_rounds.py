@@ -135,7 +135,7 @@ def _synchronizer(setup: Setup, agreed: Mapping[str, str], **more: Any) -> Synch
 
 @dataclass(frozen=True)
 class Islands(Ranks):
-    """Islands of consecutive ranks, each of which is one worker with complete modules.
+    """Islands of consecutive ranks. Each island is one worker, with complete modules.
 
     Args:
         size: N, processes of each worker.
@@ -219,7 +219,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Rendezvous(Ranks):
-    """A rendezvous of elastic workers, each of which has all processes of its job.
+    """A rendezvous of elastic workers. A worker has all processes of its job.
 
     Args:
         elastic: where it is.

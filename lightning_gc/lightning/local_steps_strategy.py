@@ -451,7 +451,7 @@ class LocalSteps(LocalHooks, RealWorker):
             exchanged with whom, as ``RoundPlan`` describes. An island averages gradients by
             ``DistributedDataParallel``; its module may be in shards instead, if it calls
             ``fully_shard(module, mesh=self.device_mesh["data_parallel"])`` in ``configure_model``,
-            as for ``CompressedHSDPStrategy``. An elastic worker is a job of its own with
+            as for ``CompressedHSDPStrategy``. An elastic worker is a separate job with
             ``Trainer(devices=1, num_nodes=1, max_steps=...)``, or N devices with an island of N.
         ddp_kwargs: as for Lightning's ``DDPStrategy``: ``start_method``,
             ``process_group_backend``, ``timeout``, ... What is for its wrapper is allowed with an

@@ -253,7 +253,7 @@ class RoundPlan:
 
     @property
     def growing(self) -> GrowingRounds | None:
-        """What decides on H of each round; None: H is ``every``."""
+        """The rule for H of each round; None: H is ``every``."""
         return self.every if isinstance(self.every, GrowingRounds) else None
 
     @property

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc import (
     QSGD,
     GrowingRounds,
+    InnerMoments,
     LocalSteps,
     OuterSGD,
     PerParameter,
@@ -171,6 +172,7 @@ CASES: dict[str, dict[str, Any]] = {
     "groups": {"compressor": QSGD(4), "every": 5, "module": Grouped, "accumulate": 2},
     "parts": {"compressor": TOP, "every": 7, "fragments": 3, "delay": 1, "merge": "mix"},
     "growing": {"compressor": TOP, "every": GrowingRounds(0.06, 1)},
+    "moments": {"compressor": TOP, "every": 3, "moments": InnerMoments({"momentum_buffer": 2})},
     "skipped": {"compressor": TOP, "every": 4, "amp": True, "broken": (1, 1)},
     "super": {"compressor": TOP, "every": 4, "module": CallsOn},
     "clipped": {

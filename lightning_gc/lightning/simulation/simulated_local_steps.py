@@ -77,7 +77,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         every, outer, delay, merge, fragments, moments, unequal, island: as ``RoundPlan`` describes;
             without ``unequal`` if there is a ``roll``. With an island of N a step takes W·N
             micro-batches, N in a row for each worker, which steps with the mean of their gradients.
-            That is the sum of a real island's all-reduce, whose order decides the last bits for N
+            A real island sums in the order of its all-reduce, which decides the last bits for N
             above 2.
         kwargs: as for ``SingleDeviceStrategy``.
 
