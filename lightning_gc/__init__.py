@@ -90,8 +90,8 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
     def __getattr__(name: str) -> _Any:
         """Import a public name: a class for either Lightning, a submodule, or a registered class.
 
-        Names for authors are found too, with a warning that says where to import them from.
-        ``import *`` asks for ``__all__``. Tools ask for other names that start with an underscore.
+        Names for authors are elsewhere, and the error says where. ``import *`` asks for
+        ``__all__``. Tools ask for other names that start with an underscore.
         """
         if name in _EITHER_LIGHTNING:
             module, _, mixin = _EITHER_LIGHTNING[name].rpartition(".")
@@ -109,9 +109,9 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
             known = {each: f"{__name__}.{each}" for each in globals()["__all__"]}
             others = _importlib.import_module(f"{__name__}.controllers").__all__
             known |= {each: f"{__name__}.controllers.{each}" for each in others}
-            return _importlib.import_module(f"{__name__}.core.registry").moved(
-                __name__, _for_authors, name, known
-            )
+            known |= _for_authors
+            registry = _importlib.import_module(f"{__name__}.core.registry")
+            registry.refuse_import(__name__, name, known)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
@@ -119,7 +119,7 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
 
 
 _for_authors: dict[str, str] = {}
-"""``{name: dotted path}`` of base classes and declarations, which were at the top before."""
+"""``{name: dotted path}`` of base classes and declarations."""
 
 
 def _import_all() -> None:
@@ -127,7 +127,6 @@ def _import_all() -> None:
     public = {}
     for package, family in _FAMILIES.items():
         module = _importlib.import_module(f"{__name__}.{package}")
-        _for_authors.update(getattr(module, "OLD_NAMES", {}))
         for name in module.__all__:
             value = getattr(module, name)
             if name.isupper() or _is_final(value, getattr(module, family)):

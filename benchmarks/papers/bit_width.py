@@ -18,7 +18,7 @@ import tasks
 from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
 from matplotlib.figure import Figure
 
-from lightning_gc import AllGather, NoMemory, PerParameter, Residual, Uniform
+from lightning_gc import AllGather, ErrorFeedback, NoMemory, PerParameter, Uniform
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Accordion, Controller, DynamicBitWidth, Schedule
 from lightning_gc.memories import Memory
@@ -51,13 +51,13 @@ SAME, FOUR, EQUAL = "constant 9", "constant 4", "constant, dynamic's mean"
 ARMS = {
     NONE: tasks.Method(),
     STATIC: method(nearest(8)),
-    FED: method(nearest(8), Residual()),
+    FED: method(nearest(8), ErrorFeedback()),
     RANDOM: method(PerParameter(Uniform(8, "stochastic", WHOLE))),
     DYNAMIC: method(nearest(4), controller=DynamicBitWidth()),
     REVERSE: method(nearest(16), controller=Schedule((16, 8, 4), by="progress")),
     SAME: method(nearest(9)),
     FOUR: method(nearest(4)),
-    "constant 4, feedback": method(nearest(4), Residual()),
+    "constant 4, feedback": method(nearest(4), ErrorFeedback()),
     ACCORDION: method(nearest(4), controller=Accordion(16, 4, interval=2)),
 }
 THEIRS = {NONE: 92.96, STATIC: 85.97, DYNAMIC: 91.40}

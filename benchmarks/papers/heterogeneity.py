@@ -36,10 +36,10 @@ from torch import Tensor
 from lightning_gc import (
     AbsoluteRounding,
     AllGather,
+    ErrorFeedback,
     HardThreshold,
     Identity,
     NoMemory,
-    Residual,
     TopK,
     Uniform,
 )
@@ -106,7 +106,7 @@ def cells(seeds: int) -> list[Cell]:
 
 def method(arm: str, level: float, scale: float, d: int) -> tuple[Compressor, Memory]:
     """Return compressor and memory of an arm."""
-    memory = Residual(lr_aware=True)
+    memory = ErrorFeedback(lr_aware=True)
     made: dict[str, Any] = {
         "none": lambda: (Identity(), NoMemory()),
         TOP: lambda: (TopK(level), memory),

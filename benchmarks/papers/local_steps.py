@@ -26,11 +26,11 @@ from lightning_gc import (
     QSGD,
     BinMeans,
     ChunkedTopK,
+    ErrorFeedback,
     Identity,
     NoMemory,
     OuterSGD,
     Quantised,
-    Residual,
     TopK,
 )
 from lightning_gc.methods import plot_style
@@ -42,7 +42,7 @@ ARMS = {
     "dense": Arm(Identity()),
     "QSGD(4)": Arm(QSGD(4)),
     "TopK 1 %": Arm(TopK(0.01)),
-    "TopK 3 % of 4 bits": Arm(Quantised(TopK(0.03), QSGD(4)), Residual(decay=0.95)),
+    "TopK 3 % of 4 bits": Arm(Quantised(TopK(0.03), QSGD(4)), ErrorFeedback(decay=0.95)),
 }
 OTHERS = {
     "TopK 1 %, no feedback": Arm(TopK(0.01), NoMemory()),

@@ -44,7 +44,7 @@ from logistic_regression import Regression, madelon
 from rich.progress import track
 from torch import Tensor
 
-from lightning_gc import HardThreshold, Identity, NoMemory, Residual, TopK
+from lightning_gc import ErrorFeedback, HardThreshold, Identity, NoMemory, TopK
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.core.flow import Gather, Reply, Request
@@ -94,7 +94,7 @@ def method(name: str, d: int, threshold: float) -> tuple[Compressor, Memory]:
     if name == NONE:
         return Identity(), NoMemory()
     compressor = TopK(density=1 / d) if name == TOP else HardThreshold(threshold)
-    return layerwise(compressor), Residual(lr_aware=True)
+    return layerwise(compressor), ErrorFeedback(lr_aware=True)
 
 
 def runs_of(
@@ -228,7 +228,7 @@ def page(seeds: int, tables: str, held: dict[str, bool]) -> str:
 Python {sys.version.split()[0]}, {versions}, {os.cpu_count()} CPUs.
 
 Logistic regression, {WORKERS} simulated workers, {EPOCHS} epochs of 100 steps, error feedback in
-units of the update (`Residual(lr_aware=True)`); so are thresholds and Σ‖e‖². Medians of
+units of the update (`ErrorFeedback(lr_aware=True)`); so are thresholds and Σ‖e‖². Medians of
 {seeds} seeds; f − f* "in" an epoch is the median over its steps, "after" it that of its last one.
 Bits are Mbit per worker for the whole run: as the paper counts, in the library's messages, and to
 all {WORKERS - 1} others together. On the wire, a message of varying length is preceded by its

@@ -15,12 +15,12 @@ from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, 
 from matplotlib.figure import Figure
 from transformer_runs import Arm, run
 
-from lightning_gc import NarrowResidual, NoMemory, Residual, TopK
+from lightning_gc import ErrorFeedback, NarrowResidual, NoMemory, TopK
 from lightning_gc.memories import Memory
 from lightning_gc.methods import plot_style
 
 MEMORIES: dict[str, Memory] = {
-    "float32": Residual(),
+    "float32": ErrorFeedback(),
     "bfloat16": NarrowResidual("bfloat16"),
     "int8": NarrowResidual("int8"),
     "no errors kept": NoMemory(),

@@ -33,11 +33,11 @@ from lightning_gc import (
     QSGD,
     BinMeans,
     ChunkedTopK,
+    ErrorFeedback,
     Identity,
     NarrowResidual,
     PowerSGD,
     Quantised,
-    Residual,
     Together,
     TopK,
 )
@@ -65,12 +65,12 @@ TWO_BITS = {
 """Between local steps, as MuLoCo sends; errors are fed back."""
 MOMENTUM = {
     DENSE: (Arm(Identity()), (True, False)),
-    "Residual()": (Arm(TopK(0.01), Residual()), (True, False)),
+    "Residual()": (Arm(TopK(0.01), ErrorFeedback()), (True, False)),
     "NarrowResidual()": (Arm(TopK(0.01), NarrowResidual()), (True, False)),
     "EF21()": (Arm(TopK(0.01), EF21()), (True, False)),
     "EF21(momentum=0.1)": (Arm(TopK(0.01), EF21(0.1)), (True, False)),
     "EF21(momentum=0.3)": (Arm(TopK(0.01), EF21(0.3)), (False,)),
-    "Residual(), 10 %": (Arm(TopK(0.1), Residual()), (False,)),
+    "Residual(), 10 %": (Arm(TopK(0.1), ErrorFeedback()), (False,)),
     "EF21(), 10 %": (Arm(TopK(0.1), EF21()), (False,)),
     "EF21(momentum=0.1), 10 %": (Arm(TopK(0.1), EF21(0.1)), (False,)),
 }

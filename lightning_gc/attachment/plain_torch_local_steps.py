@@ -134,12 +134,11 @@ class LocalSteps(AttachedRounds):
             workers have ``Elastic(timeout=...)`` instead.
         verify: what workers compare.
         min_numel: as for ``CompressedDDPStrategy``.
-        every, outer, delay, merge, fragments, moments, unequal, island, elastic: as ``RoundPlan``
-            describes. ``unequal`` needs ``pace="equal"``, as the loop makes every step, and another
-            ``weigh`` than ``"tokens"``, as its batches are not seen. With an ``island`` of N the
-            model is in shards: call ``fully_shard`` with a mesh of these ranks. ``island_rank``
-            chooses a rank's share of its worker's data. Methods are called on all ranks of a
-            worker.
+        rounds: ``every`` and the other fields of ``RoundPlan``. ``unequal`` needs
+            ``pace="equal"``, as the loop makes every step, and another ``weigh`` than ``"tokens"``,
+            as its batches are not seen. With an ``island`` of N the model is in shards: call
+            ``fully_shard`` with a mesh of these ranks. ``island_rank`` chooses a rank's share of
+            its worker's data. Methods are called on all ranks of a worker.
 
     Communication pattern:
         As ``LocalStepsStrategy``, over the default process group: nothing between exchanges. In an

@@ -1,8 +1,5 @@
 """Collect the compressors, one method per file. A new method needs one import line here."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
-
 from lightning_gc.compressors.base import AbsoluteError as AbsoluteError
 from lightning_gc.compressors.base import BatchedCollective as BatchedCollective
 from lightning_gc.compressors.base import Codec as Codec
@@ -90,21 +87,8 @@ from lightning_gc.core import Choice as Choice
 from lightning_gc.core import Range as Range
 from lightning_gc.core.registry import concrete as _concrete
 from lightning_gc.core.registry import export as _export
-from lightning_gc.core.registry import moved as _moved
 
 COMPRESSORS = _concrete(globals(), Compressor)
 """``{name: class}`` of all compressors with default settings. Wrappers need an inner compressor."""
-
-OLD_NAMES = {
-    "ByteCodes": f"{__name__}.Blockwise8Bit",
-    "Estimating": f"{__name__}.ThresholdEstimator",
-}
-"""Old names, deprecated -> where the class is now."""
-
-if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
-
-    def __getattr__(name: str) -> _Any:
-        return _moved(__name__, OLD_NAMES, name)
-
 
 _export(globals(), "COMPRESSORS")

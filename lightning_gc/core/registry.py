@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import inspect
 import sys
-import warnings
 from collections.abc import Collection, Mapping
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-
-_RENAMED = {"residual": "error_feedback", "Residual": "ErrorFeedback"}
-"""Old names, still accepted -> new ones."""
 
 
 def export(namespace: dict[str, Any], *more: str) -> None:
@@ -33,35 +28,23 @@ def export(namespace: dict[str, Any], *more: str) -> None:
     namespace["__all__"] = sorted([*found, *more])
 
 
-def moved(
-    package: str, homes: Mapping[str, str], name: str, known: Mapping[str, str] | None = None
-) -> Any:
-    """Return what a package's ``__getattr__`` is asked for, if it has an old name or place.
+def refuse_import(package: str, name: str, known: Mapping[str, str]) -> NoReturn:
+    """Refuse a name that a package's ``__getattr__`` does not find; say what is near enough.
 
     Args:
         package: the package's name.
-        homes: ``{old name: dotted path where it is now}``.
         name: that is asked for.
-        known: ``{name: dotted path}`` of names that are near enough to be meant.
+        known: ``{name: dotted path}`` of names that may be meant.
 
     Raises:
-        AttributeError: the name is not in ``homes``.
+        AttributeError: always.
         ImportError: the same for ``from package import name``, where Python hides the other error.
-
-    Warns:
-        DeprecationWarning: the name is old; the warning says what to write instead.
     """
     asking = sys._getframe(2).f_globals.get("__name__", "")  # ``__getattr__`` lies between
-    if name not in homes:
-        said = f"module {package!r} has no attribute {name!r}{_meant(name, known or {})}"
-        if asking == "importlib._bootstrap":
-            raise ImportError(said, name=package)
-        raise AttributeError(said, name=name)
-    home, _, now = homes[name].rpartition(".")
-    if not asking.startswith("jsonargparse."):  # it tries shorter paths of every annotated class
-        said = f"`from {package} import {name}` is deprecated; write `from {home} import {now}`."
-        warnings.warn(said, DeprecationWarning, stacklevel=3)
-    return getattr(importlib.import_module(home), now)
+    said = f"module {package!r} has no attribute {name!r}{_meant(name, known)}"
+    if asking == "importlib._bootstrap":
+        raise ImportError(said, name=package)
+    raise AttributeError(said, name=name)
 
 
 def _meant(name: str, known: Mapping[str, str]) -> str:
@@ -136,8 +119,6 @@ def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T])
     """
     if isinstance(value, base):
         return value
-    if isinstance(value, str):
-        value = _RENAMED.get(value, value)
     if isinstance(value, str) and value in known:
         return known[value]()
     if isinstance(value, type) and issubclass(value, base):
@@ -168,6 +149,8 @@ _MEANT = {
     "h": "every",
     "k": "density",
     "ratio": "density",
+    "residual": "error_feedback",
+    "residuals": "error_feedback",
 }
 """Names used in the literature -> our names, where the spelling is too different to match."""
 
@@ -175,7 +158,6 @@ _MEANT = {
 def closest(value: object, known: Collection[str]) -> str | None:
     """Return the known name closest to ``value``, such as a class name or a misspelt name."""
     plain = {_plain(name): name for name in known}
-    plain |= {old: now for old, now in _RENAMED.items() if now in known}
     asked = _plain(str(value).partition("(")[0])
     if _MEANT.get(asked) in known:
         return _MEANT[asked]

@@ -447,15 +447,14 @@ class LocalSteps(LocalHooks, RealWorker):
         verify: n: in every n-th exchange workers compare their means, and for n > 1 the common
             weights; as for ``CompressedDDPStrategy``.
         min_numel: as for ``CompressedDDPStrategy``.
-        every, outer, delay, merge, fragments, moments, unequal, island, elastic: when what is
-            exchanged with whom, as ``RoundPlan`` describes. An island averages gradients by
-            ``DistributedDataParallel``; its module may be in shards instead, if it calls
-            ``fully_shard(module, mesh=self.device_mesh["data_parallel"])`` in ``configure_model``,
-            as for ``CompressedHSDPStrategy``. An elastic worker is a separate job with
-            ``Trainer(devices=1, num_nodes=1, max_steps=...)``, or N devices with an island of N.
-        ddp_kwargs: as for Lightning's ``DDPStrategy``: ``start_method``,
-            ``process_group_backend``, ``timeout``, ... What is for its wrapper is allowed with an
-            ``island`` of several.
+        ddp_kwargs: ``every`` and the other fields of ``RoundPlan``; and as for Lightning's
+            ``DDPStrategy``: ``start_method``, ``process_group_backend``, ``timeout``, ...
+            Arguments of its wrapper are allowed with an ``island`` of several.
+
+    An island averages gradients by ``DistributedDataParallel``. Its module may be in shards
+    instead, if it calls ``fully_shard(module, mesh=self.device_mesh["data_parallel"])`` in
+    ``configure_model``, as for ``CompressedHSDPStrategy``. An elastic worker is a separate job with
+    ``Trainer(devices=1, num_nodes=1, max_steps=...)``, or N devices with an island of N.
 
     Communication pattern:
         In an island of N an all-reduce of gradients in every step. Rank 0 of each island exchanges

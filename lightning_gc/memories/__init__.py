@@ -7,7 +7,6 @@ from lightning_gc.memories.cser import CSER as CSER
 from lightning_gc.memories.diana import DIANA as DIANA
 from lightning_gc.memories.ef21 import EF21 as EF21
 from lightning_gc.memories.error_feedback import ErrorFeedback as ErrorFeedback
-from lightning_gc.memories.error_feedback import Residual as Residual
 from lightning_gc.memories.error_reset import ErrorReset as ErrorReset
 from lightning_gc.memories.global_momentum import GlobalMomentum as GlobalMomentum
 from lightning_gc.memories.local_momentum import LocalMomentum as LocalMomentum

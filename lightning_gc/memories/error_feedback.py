@@ -70,11 +70,3 @@ class ErrorFeedback(Memory):
     @classmethod
     def examples(cls) -> tuple[ErrorFeedback, ...]:
         return (cls(), cls(decay=0.9, gain=0.5), cls(lr_aware=True))
-
-
-Residual = ErrorFeedback
-"""Old name of ``ErrorFeedback``; both may be used."""
-
-# LightningCLI looks for a short name in YAML, ``memory: Residual``, among subclasses. It then
-# imports the name from this module, and so finds the alias.
-_short_name = type("Residual", (ErrorFeedback,), {"__module__": __name__})

@@ -12,7 +12,7 @@ from hypothesis import Phase, settings
 from torch import Tensor
 
 import lightning_gc.testing.contracts as contracts
-from lightning_gc import AllGather, Residual, TopK
+from lightning_gc import AllGather, ErrorFeedback, TopK
 from lightning_gc.compressors import Codec, Contraction, Knob, Traits
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, Payload
@@ -152,23 +152,23 @@ class LosesErrors(BlockMeans):
         buffer.zero_()
 
 
-class Forgets(Residual):
+class Forgets(ErrorFeedback):
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
         yield from exchange(state["error"].copy_(bucket.grad))
 
 
-class Adds(Residual):
+class Adds(ErrorFeedback):
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
         bucket.grad.add_(state["error"])
         yield from exchange(state["error"].copy_(bucket.grad))
 
 
-class Pushes(Residual):
+class Pushes(ErrorFeedback):
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
         yield from exchange(state["error"].add_(bucket.grad).add_(0.5))
 
 
-class Twice(Residual):
+class Twice(ErrorFeedback):
     def flow(self, bucket: Bucket, state: Mapping[str, Tensor], exchange: GradientExchange) -> Flow:
         yield from exchange(state["error"].add_(bucket.grad))
         yield from exchange(state["error"])

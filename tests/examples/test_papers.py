@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_gc import AllGather, HardThreshold, Residual, TopK
+from lightning_gc import AllGather, ErrorFeedback, HardThreshold, TopK
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
 from lightning_gc.testing import Lockstep
@@ -105,8 +105,8 @@ def test_a_verdict_needs_a_difference_beyond_the_spread(lower, higher, said) -> 
 def test_workers_as_tensors_of_one_engine_are_workers(compressor) -> None:
     """What benchmarks/papers/heterogeneity.py does for speed, under AllGather."""
     workers, d = 4, 60
-    apart = Lockstep(workers, layerwise(compressor), Residual(), AllGather())
-    together = Engine(layerwise(compressor), Residual(), AllGather())
+    apart = Lockstep(workers, layerwise(compressor), ErrorFeedback(), AllGather())
+    together = Engine(layerwise(compressor), ErrorFeedback(), AllGather())
     names = [f"worker {i}" for i in range(workers)]
     for step in range(5):
         grads = torch.randn(workers, d, generator=torch.Generator().manual_seed(step))

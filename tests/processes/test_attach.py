@@ -20,11 +20,11 @@ from lightning_gc import (
     QSGD,
     Cast,
     EFSignSGD,
+    ErrorFeedback,
     GTopK,
     Identity,
     PowerSGD,
     RandomK,
-    Residual,
     SignSGD,
     StepAhead,
     TopK,
@@ -132,7 +132,7 @@ def interrupted(worker: int) -> list[Any]:
         lambda: (TopK(0.05),),
         lambda: (PowerSGD(1),),
         lambda: (QSGD(4),),
-        lambda: (TopK(0.05), Residual(lr_aware=True)),
+        lambda: (TopK(0.05), ErrorFeedback(lr_aware=True)),
         lambda: (TopK(0.05), None, None, Accordion(low=0.5, high=0.05, interval=1)),
     ]
     found = []
@@ -215,7 +215,7 @@ def handled(worker: int) -> dict[str, Any]:
         lambda: loop.handle.begin_epoch(0),
         lambda: attach(loop.net, TopK()),  # type: ignore[arg-type]
         lambda: Loop(worker, TopK(), StepAhead()),
-        lambda: Loop(worker, TopK(), Residual(lr_aware=True), optimizers=()),
+        lambda: Loop(worker, TopK(), ErrorFeedback(lr_aware=True), optimizers=()),
         lambda: Loop(worker, DGC(0.1)),
         lambda: Loop(worker, TopK(), None, None, Fixed(0.1), optimizers=()),
     ):

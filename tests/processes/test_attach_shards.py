@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_gc import (
     QSGD,
+    ErrorFeedback,
     Identity,
     Int8,
     PerParameter,
-    Residual,
     StepAhead,
     TopK,
     Uniform,
@@ -180,7 +180,7 @@ def refused(rank: int, compressor: Any) -> dict[str, str]:
         "unlike ranks": lambda: attach(net, PerParameter(TopK(0.1 + 0.1 * (rank == 3)))),
     }
     found = {name: sentence(act) for name, act in cases.items()}
-    attach(net, compressor, Residual()).close()  # what was refused has left nothing behind
+    attach(net, compressor, ErrorFeedback()).close()  # what was refused has left nothing behind
     return found
 
 

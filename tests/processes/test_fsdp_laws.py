@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import QSGD, Identity, NarrowResidual, PerParameter, Residual, TopK
+from lightning_gc import QSGD, ErrorFeedback, Identity, NarrowResidual, PerParameter, TopK
 from lightning_gc.sharded.unit_scatters import ReduceScatter
 from lightning_gc.transports.base import reduce_scatter_bytes
 from tests.support.fsdp import Scattered, Way, by_torch, own_shards, scatter, simulated
@@ -29,9 +29,11 @@ METHODS: dict[str, Way] = {
     "qsgd": Way(QSGD(8)),
     "qsgd of all": Way(PerParameter(QSGD(4))),
     "topk, errors dropped": Way(PerParameter(TopK(0.05))),
-    "errors": Way(PerParameter(QSGD(4)), Residual()),
+    "errors": Way(PerParameter(QSGD(4)), ErrorFeedback()),
     "errors in 8 bits": Way(PerParameter(QSGD(4)), NarrowResidual("int8")),
-    "two hops": Way(PerParameter(QSGD(4)), Residual(), ReduceScatter(2)),  # one hop of two ranks
+    "two hops": Way(
+        PerParameter(QSGD(4)), ErrorFeedback(), ReduceScatter(2)
+    ),  # one hop of two ranks
 }
 
 

@@ -16,11 +16,11 @@ from lightning_gc import (
     QSGD,
     Cast,
     CompressionMonitor,
+    ErrorFeedback,
     HardThreshold,
     Identity,
     PerParameter,
     RandomK,
-    Residual,
     SizeSwitch,
     StepAhead,
     TopK,
@@ -177,7 +177,7 @@ def test_every_compressor_trains_and_keeps_replicas_identical(name: str) -> None
 def test_lr_aware_follow_the_learning_rate() -> None:
     """With a rate that falls at every step: γ·applied + γ·error = the sum of γ·gradient."""
     assert_nothing_lost(
-        fit_in_two(EVERYWHERE, model=Scheduled, memory=Residual(lr_aware=True)), 1e-4
+        fit_in_two(EVERYWHERE, model=Scheduled, memory=ErrorFeedback(lr_aware=True)), 1e-4
     )
 
 

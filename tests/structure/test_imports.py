@@ -129,30 +129,9 @@ def test_the_namespace_is_whole() -> None:
     assert not hasattr(lightning_gc, "TopKK")
 
 
-OLD_PLACES = [
-    ("lightning_gc", "Codec", "lightning_gc.compressors", "Codec"),
-    ("lightning_gc", "Memory", "lightning_gc.memories", "Memory"),
-    ("lightning_gc", "Scheme", "lightning_gc.schemes", "Scheme"),
-    ("lightning_gc", "ByteCodes", "lightning_gc.compressors", "Blockwise8Bit"),
-    ("lightning_gc.compressors", "ByteCodes", "lightning_gc.compressors", "Blockwise8Bit"),
-    ("lightning_gc.compressors", "Estimating", "lightning_gc.compressors", "ThresholdEstimator"),
-]
-
-
-@pytest.mark.parametrize(("package", "name", "home", "now"), OLD_PLACES)
-def test_an_old_place_warns_of_the_new_one(package: str, name: str, home: str, now: str) -> None:
-    """Whoever imports from there is named by file and line, and gets the same class."""
-    said = f"`from {package} import {name}` is deprecated; write `from {home} import {now}`."
-    names: dict[str, object] = {}
-    with pytest.warns(DeprecationWarning, match=f"^{re.escape(said)}$") as caught:
-        exec(compile(f"from {package} import {name}", "users.py", "exec"), names)
-    assert {warning.filename for warning in caught} == {"users.py"}
-    assert names[name] is getattr(importlib.import_module(home), now)
-    assert name not in importlib.import_module(package).__all__
-
-
-def test_every_name_for_authors_is_still_found_at_the_top() -> None:
+def test_names_for_authors_are_not_at_the_top_and_the_error_says_where() -> None:
     for room in (lightning_gc.compressors, lightning_gc.memories, lightning_gc.schemes):
         for name in set(room.__all__) - set(lightning_gc.__all__):
-            with pytest.warns(DeprecationWarning, match=f"import {name}`"):
-                assert getattr(lightning_gc, name) is getattr(room, name)
+            said = re.escape(f"did you mean `from {room.__name__} import {name}`?")
+            with pytest.raises(ImportError, match=said):
+                exec(f"from lightning_gc import {name}", {})

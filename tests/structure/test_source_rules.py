@@ -45,7 +45,7 @@ advise attach
 Induced PerParameter Quantised SizeSwitch
 CSER DIANA EF21 ErrorFeedback ErrorReset GlobalMomentum LocalMomentum MomentumCorrection
 LoCo NarrowResidual NoMemory
-Residual SAEF StepAhead WeightedError
+SAEF StepAhead WeightedError
 AllGather AllGatherOrTwoShot AllReduce Hierarchical SparseReduce TwoHop TwoShot
 """.split()  # noqa: SIM905 - a list of thirty lines says no more
 

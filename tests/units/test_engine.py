@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_gc import (
     COMPRESSORS,
     Cast,
+    ErrorFeedback,
     HardThreshold,
     Identity,
     NoMemory,
     PerParameter,
-    Residual,
     TopK,
 )
 from lightning_gc.compressors import Compressor
@@ -213,7 +213,7 @@ def test_no_memory_costs_no_buffer_and_no_copy() -> None:
 
 def test_lr_aware_keep_rate_times_error_and_wait_out_zero() -> None:
     """Over a schedule with a zero in it: sum of γ·applied + γ·error = sum of γ·gradient."""
-    engine = Engine(layerwise(TopK(0.5)), Residual(lr_aware=True))
+    engine = Engine(layerwise(TopK(0.5)), ErrorFeedback(lr_aware=True))
     applied = given = torch.zeros(4)
     rates = [0.1, 0.5, 0.0, 0.2, 0.05]
     for step, rate in enumerate(rates):
@@ -223,7 +223,7 @@ def test_lr_aware_keep_rate_times_error_and_wait_out_zero() -> None:
         applied = applied + rate * step_alone(engine, w=grad.clone())["w"]
     torch.testing.assert_close(applied + rates[-1] * engine.errors()["w"], given)
     state = engine.state_dict()
-    resumed = Engine(layerwise(TopK(0.5)), Residual(lr_aware=True))
+    resumed = Engine(layerwise(TopK(0.5)), ErrorFeedback(lr_aware=True))
     resumed.load_state_dict(state)
     for one in (engine, resumed):
         one.learning_rates.now = {"w": 0.01}
@@ -232,7 +232,7 @@ def test_lr_aware_keep_rate_times_error_and_wait_out_zero() -> None:
 
 
 def test_decay_follows_its_formula() -> None:
-    engine = Engine(PerParameter(HardThreshold(100.0)), Residual(decay=0.5))
+    engine = Engine(PerParameter(HardThreshold(100.0)), ErrorFeedback(decay=0.5))
     for _ in range(3):
         step_alone(engine, w=torch.tensor([8.0]))
     assert engine.errors()["w"].tolist() == [8.0 + 4.0 + 2.0]

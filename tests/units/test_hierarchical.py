@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import QSGD, EFSignSGD, Identity, NoMemory, RandomK, Residual, SignSGD, TopK
+from lightning_gc import QSGD, EFSignSGD, ErrorFeedback, Identity, NoMemory, RandomK, SignSGD, TopK
 from lightning_gc.compressors import Compressor
 from lightning_gc.schemes import AllGather, Hierarchical, Scheme
 from lightning_gc.testing import Lockstep
@@ -49,7 +49,7 @@ def test_a_loop_in_numpy(nodes: int) -> None:
 @pytest.mark.parametrize("compressor", [TopK(0.1), QSGD(4, 64), RandomK(0.1)], ids=str)
 def test_nothing_is_lost(compressor: Compressor, workers: int) -> None:
     for near in (2, workers // 2):
-        lockstep = Lockstep(workers, compressor, Residual(), Hierarchical(near))
+        lockstep = Lockstep(workers, compressor, ErrorFeedback(), Hierarchical(near))
         assert cases.lost(lockstep, 10) < cases.TOLERANCE[torch.float32]
 
 
@@ -64,7 +64,7 @@ def test_uncompressed_it_is_the_mean(near: int) -> None:
 
 def test_in_one_node_nothing_is_encoded() -> None:
     xs = made(3)
-    lockstep = Lockstep(3, TopK(0.01), Residual(), Hierarchical(3))
+    lockstep = Lockstep(3, TopK(0.01), ErrorFeedback(), Hierarchical(3))
     result = lockstep.step([{"w": torch.tensor(x).float()} for x in xs])
     np.testing.assert_allclose(result.mean["w"].numpy(), np.mean(xs, 0), rtol=1e-5, atol=1e-6)
     assert not any(error["w"].any() for error in result.errors)

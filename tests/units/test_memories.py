@@ -12,6 +12,7 @@ from lightning_gc import (
     DIANA,
     QSGD,
     SAEF,
+    ErrorFeedback,
     ErrorReset,
     GlobalMomentum,
     Hierarchical,
@@ -19,7 +20,6 @@ from lightning_gc import (
     LocalMomentum,
     MomentumCorrection,
     PowerSGD,
-    Residual,
     SignSGD,
     StepAhead,
     TopK,
@@ -54,7 +54,7 @@ def test_residual(decay: float, gain: float) -> None:
                 e[i][name] = x - sent[-1]
             mean[name] = averaged(sent)
         expected.append(mean)
-    compare(run(Residual(decay, gain=gain))[0], expected)
+    compare(run(ErrorFeedback(decay, gain=gain))[0], expected)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -253,7 +253,7 @@ def test_weighted_error(alpha: float, beta: float) -> None:
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: Residual(gain=0.0), "gain"),
+        (lambda: ErrorFeedback(gain=0.0), "gain"),
         (lambda: MomentumCorrection(1.0), "momentum"),
         (lambda: MomentumCorrection(clip=0.0), "clip"),
         (lambda: MomentumCorrection(masking="all"), "use 'sent'"),  # type: ignore[arg-type]
@@ -270,7 +270,7 @@ def test_weighted_error(alpha: float, beta: float) -> None:
         (lambda: Engine(Identity(), MomentumCorrection()), "unbiased"),
         (lambda: Engine(PowerSGD(2), MomentumCorrection()), "use LocalMomentum"),
         (lambda: Engine(DGC(), scheme=Hierarchical(2)), "encodes means of several workers"),
-        (lambda: Engine(SignSGD(), Residual()), "EFSignSGD"),
+        (lambda: Engine(SignSGD(), ErrorFeedback()), "EFSignSGD"),
         (lambda: Engine(SignSGD(), ErrorReset()), "EFSignSGD"),
     ],
 )

@@ -63,8 +63,6 @@ MISTAKES = [
         "'ef' is not a memory (did you mean 'error_feedback'?); ...: ErrorFeedback().",
     ),
     ("CompressedDDPStrategy(TopK(), memory='error_feedback')", None),
-    ("CompressedDDPStrategy(TopK(), memory='residual')", None),  # its old name
-    ("CompressedDDPStrategy(TopK(), memory=Residual())", None),
     (
         "CompressedDDPStrategy(TopK(), memory='ErrorFeedback')",
         "'ErrorFeedback' is not a memory (did you mean 'error_feedback'?); ...: ErrorFeedback().",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import QSGD, HardThreshold, NarrowResidual, Residual, TopK
+from lightning_gc import QSGD, ErrorFeedback, HardThreshold, NarrowResidual, TopK
 from lightning_gc.engine import Engine
 from lightning_gc.memories.storage import BFloat16, Int8Blocks, Storage
 from lightning_gc.testing import Lockstep
@@ -97,10 +97,10 @@ def test_beyond_the_range() -> None:
 def test_each_step_is_that_of_error_feedback(
     memory: NarrowResidual, compressor: TopK | QSGD
 ) -> None:
-    """From the stored errors on, it is ``Residual``; then each element moves less than a step."""
+    """From stored errors on it is ``ErrorFeedback``; then an element moves less than a step."""
     narrow = Lockstep(2, compressor, memory)
     for step in range(6):
-        wide = Lockstep(2, compressor, Residual(decay=memory.decay))
+        wide = Lockstep(2, compressor, ErrorFeedback(decay=memory.decay))
         for mine, other in zip(narrow.engines, wide.engines, strict=True):
             other.load_state_dict(mine.state_dict())
         results = [lockstep.step(gradients(step)) for lockstep in (narrow, wide)]
@@ -189,7 +189,7 @@ def test_a_skipped_step_gives_the_errors_back() -> None:
 
 
 def test_another_memory_goes_on_from_its_errors() -> None:
-    narrow, wide = Engine(TopK(0.1), NarrowResidual()), Engine(TopK(0.1), Residual())
+    narrow, wide = Engine(TopK(0.1), NarrowResidual()), Engine(TopK(0.1), ErrorFeedback())
     step_alone(narrow, w=torch.randn(100))
     wide.load_state_dict(narrow.state_dict())
     assert torch.equal(wide.errors()["w"], narrow.errors()["w"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gc import QSGD, Residual, SignSGD, TopK, TwoShot
+from lightning_gc import QSGD, ErrorFeedback, SignSGD, TopK, TwoShot
 from lightning_gc.memories import Memory
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
@@ -40,7 +40,7 @@ def test_no_buffer_of_a_memory_overflows(memory: Memory) -> None:
 
 def test_an_owner_keeps_its_error_where_something_bad_came_in() -> None:
     """In ``TwoShot`` what is left of a worker's own shard is not taken along by another's NaN."""
-    lockstep = Lockstep(2, QSGD(4), Residual(), TwoShot())
+    lockstep = Lockstep(2, QSGD(4), ErrorFeedback(), TwoShot())
     lockstep.transport = Flooding(2, 1, 0, float("nan"))
     result = lockstep.step([{"w": torch.randn(64, generator=cases.generator(i))} for i in (0, 1)])
     assert result.mean["w"].isnan().all()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import Residual, TopK
+from lightning_gc import ErrorFeedback, TopK
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
 from lightning_gc.engine.statistics import EpochStatistics
@@ -89,7 +89,7 @@ def test_total_error_in_units_of_the_update(lr_aware: bool) -> None:
     With ``lr_aware`` that is the sum of squared errors of the paper's Algorithm 1, whose errors
     have the update's units.
     """
-    engine = Engine(layerwise(TopK(0.25)), Residual(lr_aware=lr_aware))
+    engine = Engine(layerwise(TopK(0.25)), ErrorFeedback(lr_aware=lr_aware))
     engine.statistics.epoch = EpochStatistics(errors=True)
     numpy = {name: np.zeros(8) for name in "abc"}  # errors, times the rate if lr_aware
     plain = update = 0.0

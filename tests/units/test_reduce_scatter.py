@@ -14,11 +14,11 @@ from torch import Tensor
 from lightning_gc import (
     COMPRESSORS,
     QSGD,
+    ErrorFeedback,
     Identity,
     NoMemory,
     PerParameter,
     PowerSGD,
-    Residual,
     SignSGD,
     SizeSwitch,
     TopK,
@@ -210,7 +210,7 @@ def four(memory: Any, near: int = 2) -> list[Engine]:
 
 def test_two_hops_lose_nothing() -> None:
     """What either hop rounds away is in the errors: means plus errors are the gradients."""
-    every, network = four(Residual()), Simulated(4, per_node=2)
+    every, network = four(ErrorFeedback()), Simulated(4, per_node=2)
     draw, numel = torch.Generator().manual_seed(0), sum(math.prod(s) for s in FOUR.values())
     given, applied = torch.zeros(numel, dtype=torch.float64), torch.zeros_like(torch.zeros(numel))
     for _ in range(3):

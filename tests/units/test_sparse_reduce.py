@@ -12,11 +12,11 @@ from torch import Tensor
 from lightning_gc import (
     COMPRESSORS,
     AllGather,
+    ErrorFeedback,
     HardThreshold,
     NoMemory,
     PerParameter,
     RandomK,
-    Residual,
     SizeSwitch,
     SparseReduce,
     TopK,
@@ -120,7 +120,7 @@ def test_it_is_its_formula(
     """Three steps with error feedback: the same elements, to the rounding of one product."""
     if numel > 1000 and compressor.level != 0.02:
         return  # slow, and nothing new
-    lockstep = Lockstep(workers, compressor, Residual(), SparseReduce())
+    lockstep = Lockstep(workers, compressor, ErrorFeedback(), SparseReduce())
     errors = [np.zeros(numel, np.float32)] * workers
     for step in range(3):
         xs = gradients(workers, numel, kind, step)
@@ -177,7 +177,7 @@ def test_it_keeps_more_than_two_shot_where_one_shard_holds_what_is_large() -> No
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_one_bad_element_reaches_all_and_stays_nowhere(workers: int, bad: float) -> None:
-    lockstep = Lockstep(workers, TopK(0.1), Residual(), SparseReduce())
+    lockstep = Lockstep(workers, TopK(0.1), ErrorFeedback(), SparseReduce())
     lockstep.step([{"w": x} for x in gradients(workers, 50, "random", 0)])
     spoilt = gradients(workers, 50, "random", 1)
     spoilt[-1][7] = bad
@@ -192,7 +192,7 @@ def test_one_bad_element_reaches_all_and_stays_nowhere(workers: int, bad: float)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounded_values_leave_the_rest_in_errors(dtype: str) -> None:
     compressor = TopK(0.05, value_dtype=dtype)  # type: ignore[arg-type]
-    lockstep = Lockstep(3, compressor, Residual(), SparseReduce())
+    lockstep = Lockstep(3, compressor, ErrorFeedback(), SparseReduce())
     assert cases.lost(lockstep, 20) < cases.TOLERANCE[torch.float32]
 
 
@@ -200,7 +200,7 @@ def test_rounded_values_leave_the_rest_in_errors(dtype: str) -> None:
 def test_ranges_stay_equally_busy(fresh: bool) -> None:
     """Over many steps with error feedback, no owner is sent more than twice what another is."""
     workers, numel = 8, 30_000
-    lockstep = Lockstep(workers, TopK(0.01), Residual(), SparseReduce())
+    lockstep = Lockstep(workers, TopK(0.01), ErrorFeedback(), SparseReduce())
     busy = np.zeros(workers)
     for step in range(30):
         xs = gradients(workers, numel, "random", step if fresh else 0)
@@ -212,7 +212,7 @@ def test_ranges_stay_equally_busy(fresh: bool) -> None:
 
 def test_what_it_counts() -> None:
     """Elements once, what was selected once, bytes without those of the second round."""
-    lockstep = Lockstep(4, TopK(0.05), Residual(), SparseReduce())
+    lockstep = Lockstep(4, TopK(0.05), ErrorFeedback(), SparseReduce())
     lockstep.step([{"w": x} for x in gradients(4, 1000, "random", 0)])
     for engine in lockstep.engines:
         assert engine.statistics.tally.elements == 1000
@@ -238,5 +238,5 @@ def test_who_selects_nothing_is_refused(compressor: Compressor | str, fix: str) 
 def test_wrappers_of_who_selects_are_taken() -> None:
     inner = SizeSwitch(TopK(0.1), min_numel=100)
     for compressor in (inner, PerParameter(inner)):
-        lockstep = Lockstep(3, compressor, Residual(), SparseReduce())
+        lockstep = Lockstep(3, compressor, ErrorFeedback(), SparseReduce())
         assert cases.lost(lockstep, 10) < cases.TOLERANCE[torch.float32]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import QSGD, EFSignSGD, NoMemory, RandomK, Residual, SignSGD, TopK
+from lightning_gc import QSGD, EFSignSGD, ErrorFeedback, NoMemory, RandomK, SignSGD, TopK
 from lightning_gc.compressors import Compressor
 from lightning_gc.core.flow import Exchange, Reply, Request
 from lightning_gc.schemes import Scheme, TwoHop, TwoShot
@@ -61,7 +61,7 @@ def test_a_loop_in_numpy(nodes: int) -> None:
 @pytest.mark.parametrize("workers", [4, 6])
 @pytest.mark.parametrize("compressor", [TopK(0.1), QSGD(4, 64), RandomK(0.1)], ids=str)
 def test_nothing_is_lost(compressor: Compressor, workers: int) -> None:
-    lockstep = Lockstep(workers, compressor, Residual(), TwoHop(workers // 2))
+    lockstep = Lockstep(workers, compressor, ErrorFeedback(), TwoHop(workers // 2))
     assert cases.lost(lockstep, 10) < cases.TOLERANCE[torch.float32]
 
 

@@ -74,12 +74,12 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
             resume as a real one and vice versa.
         state_dtype: of errors in these files.
         min_numel: as for ``CompressedDDPStrategy``.
-        every, outer, delay, merge, fragments, moments, unequal, island: as ``RoundPlan`` describes;
-            without ``unequal`` if there is a ``roll``. With an island of N a step takes W·N
-            micro-batches, N in a row for each worker, which steps with the mean of their gradients.
-            A real island sums in the order of its all-reduce, which decides the last bits for N
-            above 2.
-        kwargs: as for ``SingleDeviceStrategy``.
+        kwargs: ``every`` and the other fields of ``RoundPlan``, without ``elastic``, and without
+            ``unequal`` if there is a ``roll``; and as for ``SingleDeviceStrategy``.
+
+    With an island of N a step takes W·N micro-batches, N in a row for each worker, which steps with
+    the mean of their gradients. A real island sums in the order of its all-reduce, which decides
+    the last bits for N above 2.
 
     Communication pattern:
         None: requests are fulfilled in memory, for all workers at once.

@@ -11,9 +11,9 @@ from lightning_gc import (
     AbsoluteRounding,
     AllGather,
     AllGatherOrTwoShot,
+    ErrorFeedback,
     HardThreshold,
     NoMemory,
-    Residual,
 )
 from lightning_gc.core.flow import Payload
 from lightning_gc.engine.compatibility import combine
@@ -133,7 +133,7 @@ def test_over_many_steps_errors_are_those_of_one() -> None:
     """With feedback; without, they add up as a random walk does."""
     x, rounds = torch.full((200,), 0.3), 100
     gaps = {}
-    for memory in (Residual(), NoMemory()):
+    for memory in (ErrorFeedback(), NoMemory()):
         two = Lockstep(2, AbsoluteRounding(1.0), memory, AllGather())
         sums = torch.zeros(200)
         for _ in range(rounds):
@@ -141,7 +141,7 @@ def test_over_many_steps_errors_are_those_of_one() -> None:
             sums += result.mean["w"]
             assert all((error["w"].abs() < 1).all() for error in result.errors)
         gaps[memory] = (sums - 0.25 * x * rounds).abs().max()
-    assert gaps[Residual()] < 1 < 3 < gaps[NoMemory()]
+    assert gaps[ErrorFeedback()] < 1 < 3 < gaps[NoMemory()]
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_double_precision() -> None:
 
 
 def test_defaults_and_refusals() -> None:
-    assert combine(AbsoluteRounding())[1:] == (Residual(), AllGatherOrTwoShot())
+    assert combine(AbsoluteRounding())[1:] == (ErrorFeedback(), AllGatherOrTwoShot())
     for step in (0.0, -1.0, math.nan, math.inf, 1e-40):
         with pytest.raises(ValueError, match="multiples of the step"):
             AbsoluteRounding(step)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gc import AllReduce, IntegerQSGD, NoMemory, Residual, TernGrad, TwoShot
+from lightning_gc import AllReduce, ErrorFeedback, IntegerQSGD, NoMemory, TernGrad, TwoShot
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.core import payload_validation
@@ -184,7 +184,7 @@ def test_terngrad_keeps_its_error_to_itself() -> None:
     assert TernGrad(None).traits.unbiased
     x = torch.ones(100).index_fill(0, torch.tensor([3]), 50.0)
     limit = 2.5 * math.sqrt(float(x.square().mean()))
-    result = Lockstep(1, TernGrad(), Residual()).step([{"w": x}])
+    result = Lockstep(1, TernGrad(), ErrorFeedback()).step([{"w": x}])
     assert result.mean["w"].max().item() == pytest.approx(limit)
     assert result.errors[0]["w"][3].item() == pytest.approx(50 - limit)
 
@@ -244,7 +244,7 @@ class Damaging(Simulated):
 def test_codes_that_no_worker_makes(kind: type, bits: int) -> None:
     """They are refused by name; where nobody may look, they spoil the mean on all."""
     for look in (True, False):
-        lockstep = Lockstep(3, IntegerQSGD(4), Residual())
+        lockstep = Lockstep(3, IntegerQSGD(4), ErrorFeedback())
         lockstep.transport = Damaging(kind, bits, 40)
         with mock.patch.object(payload_validation, "on_host", return_value=look):
             if look:
@@ -268,7 +268,7 @@ def test_replicas_get_the_same_bits_of_a_liar(
     @settings(max_examples=examples)
     @given(st.data())
     def hold(data: st.DataObject) -> None:
-        lockstep = Lockstep(3, compressor, Residual())
+        lockstep = Lockstep(3, compressor, ErrorFeedback())
         liar = data.draw(st.integers(0, 2), label="liar")
         lockstep.transport = Lying(3, liar, data)
         small = [{n: g[n] for n in ("bias", "smaller_than_workers")} for g in cases.gradients(3, 0)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gc import QSGD, AllGather, AllGatherOrTwoShot, NoMemory, Residual, Uniform
+from lightning_gc import QSGD, AllGather, AllGatherOrTwoShot, ErrorFeedback, NoMemory, Uniform
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
@@ -73,7 +73,7 @@ def test_stochastic_is_qsgd(arguments: tuple[int, int, str]) -> None:
 
 
 def test_rounding_decides_on_the_memory() -> None:
-    assert combine(Uniform())[1:] == (Residual(), AllGatherOrTwoShot())
+    assert combine(Uniform())[1:] == (ErrorFeedback(), AllGatherOrTwoShot())
     assert combine(Uniform(rounding="stochastic"))[1:] == (NoMemory(), AllGatherOrTwoShot())
 
 
@@ -108,7 +108,7 @@ def test_without_feedback_what_is_small_is_never_sent() -> None:
     """One large element sets the scale; the others are below half a level, at every step."""
     x = torch.full((100,), 0.001)
     x[0] = 1.0
-    for memory, arrives in ((NoMemory(), False), (Residual(), True)):
+    for memory, arrives in ((NoMemory(), False), (ErrorFeedback(), True)):
         alone = Lockstep(1, Uniform(8), memory)
         means = [alone.step([{"w": x}]).mean["w"] for _ in range(20)]
         assert bool(torch.stack(means)[:, 1:].any()) == arrives, memory

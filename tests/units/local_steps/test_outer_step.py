@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gc import QSGD, Identity, OuterSGD, PerParameter, Residual, TopK
+from lightning_gc import QSGD, ErrorFeedback, Identity, OuterSGD, PerParameter, TopK
 from lightning_gc.local_steps.common_weights import Fragment
 from lightning_gc.testing import LocalLockstep
 
@@ -103,7 +103,9 @@ def test_where_nothing_has_moved_nothing_is_sent() -> None:
 
 def test_a_lost_round_changes_neither_weights_nor_errors() -> None:
     """One worker's weight is NaN; the next round is as if that one had not been."""
-    two, other = (LocalLockstep(2, drawn(0), PerParameter(TopK(0.1)), Residual()) for _ in range(2))
+    two, other = (
+        LocalLockstep(2, drawn(0), PerParameter(TopK(0.1)), ErrorFeedback()) for _ in range(2)
+    )
 
     def moved(of: LocalLockstep, step: int) -> list[dict[str, torch.Tensor]]:
         moves = [drawn(10 * step + worker) for worker in range(2)]
@@ -127,6 +129,6 @@ def test_a_lost_round_changes_neither_weights_nor_errors() -> None:
 
 def test_each_worker_draws_for_itself_and_all_get_the_same() -> None:
     """``Lockstep`` raises where the bits differ."""
-    three = LocalLockstep(3, drawn(0), PerParameter(QSGD(2)), Residual(decay=0.5))
+    three = LocalLockstep(3, drawn(0), PerParameter(QSGD(2)), ErrorFeedback(decay=0.5))
     done = three.round([drawn(worker) for worker in range(3)])
     assert len({float(error["a"].sum()) for error in done.errors}) == 3

@@ -7,13 +7,13 @@ import pytest
 import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 
-from lightning_gc import PerParameter, Residual, TopK
+from lightning_gc import ErrorFeedback, PerParameter, TopK
 from lightning_gc.checkpoint.side_files import FOLDER
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.fitting import quiet_trainer, unwarned
 
 
-class FailsOnce(Residual):
+class FailsOnce(ErrorFeedback):
     failed = False
 
     def flow(self, *args: Any) -> Any:
