@@ -29,7 +29,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
-from lightning_gc.core.settings import parted, takes_fields, unknown_argument
+from lightning_gc.core.settings import CheckedCalls, parted, takes_fields, unknown_argument
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.validation import check_controller
 from lightning_gc.exchange.verification import Verify, verification
@@ -104,7 +104,7 @@ _SCHEDULED = "_wrapped_by_lr_sched"
 """Torch's schedulers set this attribute on an optimizer's ``step``."""
 
 
-class LocalSteps(AttachedRounds):
+class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
     """Let workers train alone for H optimizer steps, and exchange compressed weights then.
 
     For training loops of your own, in plain torch, Fabric, Accelerate or transformers. Make it on
@@ -571,7 +571,7 @@ class OutsideChanges:
 
 
 def _refuse_unknown(cls: type, given: Mapping[str, Any]) -> None:
-    known = list(inspect.signature(cls).parameters)[1:]
+    known = list(inspect.signature(cls).parameters)
     for name in given:
         raise ValueError(unknown_argument(cls, name, known))
 

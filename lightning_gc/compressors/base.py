@@ -303,6 +303,11 @@ class Compressor(Settings, abc.ABC):
         return (cls(),)
 
 
+def has_knob_inside(compressor: type[Compressor]) -> bool:
+    """Return whether a class turns the knob of a compressor that it wraps."""
+    return bool(compressor._turns) or compressor.level is not Compressor.level
+
+
 class Codec(Compressor):
     """Compress in one round: encode, send, decode.
 

@@ -11,7 +11,7 @@ from lightning_gc.core.search_space import check_field
 
 if TYPE_CHECKING:
     import optuna
-from lightning_gc.compressors.base import LEVEL, Compressor, Traits
+from lightning_gc.compressors.base import LEVEL, Compressor, Traits, has_knob_inside
 from lightning_gc.core.registry import required_fields
 
 PREFIX, MEMORY_PREFIX, ROUNDS_PREFIX = "compressor.", "memory.", "rounds."
@@ -102,13 +102,11 @@ def traits_of(compressor: type[Compressor]) -> Traits:
 def knob_name(compressor: type[Compressor]) -> str | None:
     """Return the knob's name in a study: its field, or ``level`` if a wrapped compressor has it.
 
-    A class that overrides ``Compressor.level`` wraps the compressor that has the knob.
-
     Raises:
         ValueError: the class has a field ``level`` that is not the knob.
     """
     knob = traits_of(compressor).knob
-    if knob is None or knob.field == LEVEL or compressor.level is Compressor.level:
+    if knob is None or knob.field == LEVEL or not has_knob_inside(compressor):
         return None if knob is None else knob.field
     if LEVEL in field_names(compressor):
         raise ValueError(

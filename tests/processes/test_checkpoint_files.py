@@ -203,7 +203,7 @@ def changed(tmp_path: Path, compressor: Any, **options: Any) -> tuple[Any, list[
 
 def test_another_compressor_keeps_the_errors(tmp_path: Path) -> None:
     results, (sentence,) = changed(
-        tmp_path, PerParameter(QSGD(4)), controller=None, memory="residual"
+        tmp_path, PerParameter(QSGD(4)), controller=None, memory="error_feedback"
     )
     assert "QSGD(bits=4" in sentence
     assert "errors are kept" in sentence

@@ -161,7 +161,7 @@ def test_spaces_are_written_down_as_plain_values() -> None:
             "density",
             "Do one",
         ),
-        (lambda: Method("dgc", memory="residul"), "'residul'", "'error_feedback'"),
+        (lambda: Method("dgc", memory="error_fedback"), "'error_fedback'", "'error_feedback'"),
         (lambda: Method("topk", scheme="gather"), "'gather'", "'all_gather'"),
         (lambda: Method("topk", scheme="all_reduce"), "AllReduce()", "Use AllGather()"),
         (lambda: Method("topk", memory_space=(Range("m", 0, 1),)), "'m'", "fields are decay"),

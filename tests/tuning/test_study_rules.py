@@ -132,7 +132,7 @@ def test_no_setting_is_forgotten() -> None:
 
 def test_what_the_defaults_are_may_be_said(storage: BaseStorage) -> None:
     open_study(experiment(), topk(), storage)
-    said = topk(memory="residual", scheme=AllGather())
+    said = topk(memory="error_feedback", scheme=AllGather())
     open_study(experiment(network=NetworkModel()), said, storage)
 
 

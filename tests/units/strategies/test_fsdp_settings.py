@@ -44,7 +44,7 @@ TRACED = BandwidthAware((8, 4), 0.1, trace="trace.jsonl")
     [
         ({"gradients": TopK(0.1)}, r"memory='none' drops the errors"),
         ({"gradients": TopK(0.1)}, r"on every rank, 4 bytes for each parameter"),
-        ({"memory": "residual"}, r"memory=ErrorFeedback\(.*\): it would keep errors of full"),
+        ({"memory": "error_feedback"}, r"memory=ErrorFeedback\(.*\): it would keep errors of full"),
         ({"gradients": PowerSGD(2)}, "a payload must be for one worker"),
         ({"gradients": SignSGD()}, "is a vote"),
         ({"controller": LayerBudget()}, "compresses full gradients"),

@@ -17,7 +17,7 @@ from lightning_gc import (
     StepAhead,
     TopK,
 )
-from lightning_gc.compressors import SparseCodec
+from lightning_gc.compressors.sparsifiers.sparse_codec import JointSelection
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.fitting import quiet_trainer, unwarned
 from tests.support.models import PlainSGD, common_batches
@@ -212,12 +212,12 @@ def test_simulated_workers_decode_what_somebody_looks_at(
 ) -> None:
     """One decodes for all, unless each remembers the mean."""
     calls: list[Any] = []
-    plain = SparseCodec.decode
+    plain = JointSelection.decode
 
     def counted(*arguments: Any) -> None:
         calls.append(arguments)
         plain(*arguments)
 
-    monkeypatch.setattr(SparseCodec, "decode", counted)
+    monkeypatch.setattr(JointSelection, "decode", counted)
     train(memory, PlainSGD(), limit_train_batches=1)
     assert len(calls) == decoded * 2  # what two workers have sent of the one bucket
