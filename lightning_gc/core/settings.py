@@ -111,13 +111,10 @@ def takes_fields(settings: type) -> Callable[[Function], Function]:
     """
 
     def taking(function: Function) -> Function:
-        _TAKEN[function] = settings
+        function.takes = settings  # type: ignore[attr-defined]
         return function
 
     return taking
-
-
-_TAKEN: dict[Callable[..., Any], type] = {}
 
 
 def parted(settings: type, keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -130,9 +127,10 @@ def parted(settings: type, keywords: dict[str, Any]) -> tuple[dict[str, Any], di
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return a method's parameters without ``self``, and the fields that it takes besides."""
     named = list(inspect.signature(function).parameters.values())[1:]
-    if function in _TAKEN:
+    taken: Any = getattr(function, "takes", None)
+    if taken is not None:
         *named, keywords = named
-        types = typing.get_type_hints(_TAKEN[function])
+        types = typing.get_type_hints(taken)
         named += [
             keywords.replace(
                 name=f.name,
@@ -140,7 +138,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
                 default=f.default,
                 annotation=types[f.name],
             )
-            for f in dataclasses.fields(_TAKEN[function])
+            for f in dataclasses.fields(taken)
             if f.repr  # a hidden field is no argument
         ]
         named.append(keywords)
