@@ -139,7 +139,7 @@ class BelongsToWorker(Protocol):
 
 @dataclass
 class CheckpointParts:
-    """What checkpoints keep of the workers in one process: saved, checked and restored here.
+    """Save, check and restore the state of the workers in one process.
 
     It outlives a fit, and the next fit continues with it.
 

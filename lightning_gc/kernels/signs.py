@@ -27,7 +27,7 @@ from lightning_gc.kernels.dispatch import MAX_NUMEL
 from lightning_gc.kernels.shards import Layout, ShardTable
 
 Levels = Literal["magnitude", "means", "votes"]
-"""What is sent of a tensor besides its signs: see ``SignTable``."""
+"""Numbers sent with a tensor's signs: see ``SignTable``."""
 
 LANES = 2048
 """Elements in a row of a piece."""

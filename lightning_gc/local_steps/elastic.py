@@ -402,7 +402,7 @@ class _Place:
     loop: Loop
     first: int  # steps before this round
     belongs: bool  # whether the error is one of this run
-    resumed: bool  # whether the weights are still those of a checkpoint
+    resumed: bool  # whether the weights still equal a checkpoint's
     within: bool = False  # whether the loop is in a step, which it has not counted
 
 

@@ -190,7 +190,7 @@ class RoundPlan:
     """Settings of local steps: what is exchanged, when, with whom, and how it is taken over.
 
     ``LocalStepsStrategy``, ``SimulatedLocalStepsStrategy`` and ``LocalSteps`` take these fields as
-    arguments of their own: ``LocalStepsStrategy(QSGD(4), every=32, island=8)``.
+    arguments: ``LocalStepsStrategy(QSGD(4), every=32, island=8)``.
 
     A round has H optimizer steps. Fragment i of P is exchanged after ``⌈(i + 1)·H/P⌉`` of them. Its
     result is taken over ``delay`` steps later, while training continues.

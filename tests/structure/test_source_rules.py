@@ -89,9 +89,9 @@ def test_every_public_class_is_imported_by_its_package(package) -> None:
     [(Compressor, 15), (Codec, 18), (Collective, 16), (BatchedCollective, 17), (SparseCodec, 22)],
 )
 def test_a_contract_has_few_members(cls: type, most: int) -> None:
-    """What the author of a compressor sees: methods, properties and class variables.
+    """The author of a compressor sees few methods, properties and class variables.
 
-    All public names of the class and its bases count, but for those of ``object``. A dataclass
+    All public names of the class and its bases count, except the names of ``object``. A dataclass
     adds none. These ceilings may only fall.
     """
     members = {name for name in set(dir(cls)) - set(dir(object)) if not name.startswith("_")}

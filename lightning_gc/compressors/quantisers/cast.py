@@ -89,7 +89,7 @@ class Cast(Codec):
 
 
 class _WholeCast(WholeCodec):
-    """Casts a bucket for the engine, whatever its parameters: elements are independent."""
+    """Casts a bucket for the engine. Its parameters do not matter: elements are independent."""
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         joint = joint_of(bucket, scheme)

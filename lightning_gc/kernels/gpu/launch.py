@@ -11,8 +11,8 @@ anywhere in messages, so that would be dozens, compiled in the midst of training
 there is one variant for each set of constants and element types, and a few more where a kernel is
 faster for what is ``aligned``.
 
-Arguments are not bundled in tuples. Triton 3.2 takes none, and later versions make variants for the
-numbers in a tuple, whatever ``kernel`` declares.
+Arguments are not bundled in tuples. Triton 3.2 takes no tuples. Later versions make variants for
+the numbers in a tuple, also where ``kernel`` declares that they must not.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ def average_tiles(
 class Table(ShardTable):
     """Encodes and decodes parts of a bucket, or W shards of each, in levels of their norms.
 
-    The numbers are those of Philox-4×32-10: element i of a shard gets word ``i mod 4`` of counter
+    Philox-4×32-10 draws the numbers: element i of a shard gets word ``i mod 4`` of counter
     ``(i // 4, step, 0, 0)``, under a key of worker, phase and name.
 
     Args:

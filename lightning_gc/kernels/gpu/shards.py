@@ -1,4 +1,4 @@
-"""What Triton kernels over shards of a bucket's parts read and write; see ``kernels.shards``."""
+"""Tiles, reads and writes of Triton kernels over shards of a bucket; see ``kernels.shards``."""
 
 from __future__ import annotations
 
