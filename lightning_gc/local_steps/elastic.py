@@ -416,10 +416,13 @@ class Inheritance:
         closed: no error is taken any more.
     """
 
-    def __init__(self, workers: Workers, device: torch.device, membership: Membership) -> None:
+    def __init__(
+        self, workers: Workers, device: torch.device, membership: Membership, attempt: Attempt
+    ) -> None:
         self.place: _Place | None = None
         self.closed = False
         self._workers, self._device, self._membership = workers, device, membership
+        self._attempt = attempt
         held = sum(p.numel() * 4 for p in workers.names)  # and outer momentum, buffers, names
         seal, seconds = Seal(membership.elastic.secret), float(membership.elastic.timeout)
         self._wire: Any = {"seal": seal, "most": 16 * held + (1 << 24), "timeout": seconds}
@@ -470,7 +473,11 @@ class Inheritance:
                 # The steps within the round are kept, too.
                 return number, rounds.position, "kept"
             place.resumed = False
-            self.release()  # held since an attempt on which there was no verdict
+            if self._changing:  # since an attempt whose verdict this worker has not read
+                took = {"ask": "took", "number": self._membership.member.number}
+                if _heard(island, lambda: ask(took | {"round": engine.step})) != {"took": True}:
+                    self._attempt.undo()
+                self.release()
             with self._still:
                 load_snapshot(tree, rounds, engine, keep_error=place.belongs)
             with suppress(OSError, ValueError):  # the donor has made steps in the meantime
@@ -552,6 +559,10 @@ class Inheritance:
                     position = place.rounds.position
                     steps = place.first + position
                     return {"round": engine.step, "position": position, "steps": steps}
+            case {"ask": "took", "round": number, "number": worker}:
+                roll = self._membership.member.roll  # begins where this worker came in
+                took = any(each.round == number and worker in each.members for each in roll)
+                return {"took": took}
             case {"ask": "error"}:
                 _ERROR.check(asked, "error")
                 with self._still:
@@ -627,7 +638,7 @@ class ElasticExchange:
         self._workers, self._device = workers, device
         self._membership = Membership(elastic, self.island)
         self._attempt = Attempt(workers, device, self._membership)
-        self._inheritance = Inheritance(workers, device, self._membership)
+        self._inheritance = Inheritance(workers, device, self._membership, self._attempt)
         self._sent: list[_Sent] = []
         self._differing = self.size = 0
         self._saved: int | None = None  # number in the state that was loaded

@@ -85,10 +85,11 @@ class Journal(BaseJournalBackend):
         try:
             with self._locked(), self.path.open("a+b", buffering=0) as file:
                 self._end_last_line(file)
+                end = file.seek(0, os.SEEK_END)
                 try:
                     _write_all(file, lines)
                 except OSError:
-                    self._end_last_line(file)
+                    file.truncate(end)
                     raise
         except OSError as error:
             raise StorageError(

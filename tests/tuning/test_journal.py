@@ -1,6 +1,7 @@
 """A journal loses no whole line to a cut, a flipped bit or another process."""
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_gc.tuning import StorageError, open_storage
-from lightning_gc.tuning.journal import BEGINNING, Journal, _decode
+from lightning_gc.tuning.journal import BEGINNING, Journal, _decode, _encode
 
 
 def opened_by_optuna(path: Path) -> BaseStorage:
@@ -67,6 +68,28 @@ def test_the_first_line_of_all_may_be_cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:30])
     add_trial(open_storage(path))
     assert values(open_storage(path)) == [0.5]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows limits no sizes of files")
+def test_operations_that_do_not_fit_leave_no_byte(path: Path) -> None:
+    """Wherever the disk ends: within a line, before its end, or between two lines."""
+    import resource
+
+    before = path.read_bytes()
+    logs = [{"op_code": 0, "worker_id": name, "study_name": name} for name in "ab"]
+    size = sum(len(_encode(log)) for log in logs)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in range(size):
+        journal = Journal(path)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, hard))
+            with pytest.raises(StorageError, match="cannot be written: File too large"):
+                journal.append_logs(logs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert path.read_bytes() == before
+    journal.append_logs(logs)
+    assert len(path.read_bytes()) == len(before) + size
 
 
 def test_reading_cuts_nothing_off(path: Path) -> None:

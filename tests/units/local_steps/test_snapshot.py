@@ -11,13 +11,18 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from lightning_gc import ErrorFeedback, TopK
+from lightning_gc.engine import Engine
 from lightning_gc.local_steps import Elastic, elastic
 from lightning_gc.local_steps.channel import HandshakeError, Seal
 from lightning_gc.local_steps.elastic import Inheritance, snapshot_and_place
 from lightning_gc.local_steps.rendezvous import host_and_port
+from lightning_gc.local_steps.roll import Round
 from lightning_gc.local_steps.snapshot import Door, from_bytes, to_bytes, visiting
 from lightning_gc.transports.island import ALONE
+from lightning_gc.transports.simulated import Simulated
 
 TREE = {
     "a": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
@@ -144,22 +149,46 @@ def test_a_worker_lets_go_of_no_lock_that_its_door_holds() -> None:
         assert inheritance._still.locked()
 
 
-def test_a_snapshot_is_taken_after_an_attempt_that_nobody_judged(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("committed", "members"), [((), ()), ((5,), (0, 1)), ((5,), (0, 2)), ((6,), (0, 1))]
+)
+def test_a_snapshot_ends_an_attempt_whose_verdict_was_not_read(
+    committed: tuple[int, ...], members: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attempt holds the lock, as the common weights were about to change."""
-    place = {"round": 5, "position": 0, "steps": 42}
-    monkeypatch.setattr(elastic, "visiting", lambda address, **_: contextlib.nullcontext())
-    monkeypatch.setattr(elastic, "snapshot_and_place", lambda *_: ({"round": 5}, place))
+    """Worker 1 keeps the error that the attempt has left only if the attempt was committed."""
+    engine, place = (
+        Engine(TopK(0.1), ErrorFeedback(), seed=0),
+        {"round": 6, "position": 0, "steps": 42},
+    )
+    engine.begin_fit(revocable=True)
+
+    def exchange() -> Tensor:
+        Simulated(1).run([engine.flow(torch.randn(30), {"a": (30,)})])
+        return engine.errors()["a"].clone()
+
+    workers: Any = mock.MagicMock(names={}, first=engine)
+    attempt: Any = mock.MagicMock(undo=lambda: engine.undo({}))
+    memberships: Any = [mock.MagicMock(island=ALONE, elastic=Elastic("host:1")) for _ in range(2)]
+    memberships[0].member.roll = [Round(number, members) for number in committed]
+    memberships[1].member.number = 1
+    donor, worker = (Inheritance(workers, torch.device("cpu"), m, attempt) for m in memberships)
+    visit = contextlib.nullcontext(donor._answer)
+    monkeypatch.setattr(elastic, "visiting", lambda address, **_: visit)
+    monkeypatch.setattr(elastic, "snapshot_and_place", lambda *_: ({"round": 6}, place))
     monkeypatch.setattr(elastic, "place_of", lambda ask: place)
-    monkeypatch.setattr(elastic, "load_snapshot", lambda *_, **__: None)
-    workers: Any = mock.MagicMock(names={})
-    membership: Any = mock.MagicMock(island=ALONE, elastic=Elastic("host:1"))
-    inheritance = Inheritance(workers, torch.device("cpu"), membership)
-    inheritance.place = elastic._Place(mock.MagicMock(), mock.MagicMock(), 0, True, False)
-    inheritance.hold()
-    assert inheritance.take("") == (5, 0, "kept")
-    assert not inheritance._still.locked()
+    monkeypatch.setattr(elastic, "load_snapshot", lambda *_, **__: engine.loss_scaling.settle())
+    worker.place = elastic._Place(mock.MagicMock(), mock.MagicMock(), 0, True, False)
+
+    engine.rounds.step = 4
+    before = exchange()
+    engine.advance()
+    worker.hold()  # as the common weights are about to change
+    after = exchange()
+    assert worker.take("") == (6, 0, "kept")
+    assert not worker._still.locked()
+    assert not torch.equal(before, after)
+    kept = after if committed == (5,) and 1 in members else before
+    assert torch.equal(engine.errors()["a"], kept)
 
 
 class Donor:
