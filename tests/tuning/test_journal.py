@@ -77,9 +77,9 @@ def test_operations_that_do_not_fit_leave_no_byte(path: Path) -> None:
 
     before = path.read_bytes()
     logs = [{"op_code": 0, "worker_id": name, "study_name": name} for name in "ab"]
-    size = sum(len(_encode(log)) for log in logs)
+    first, size = len(_encode(logs[0])), sum(len(_encode(log)) for log in logs)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for room in range(size):
+    for room in (0, 1, first - 1, first, first + 1, size - 2, size - 1):
         journal = Journal(path)
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, hard))
