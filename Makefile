@@ -57,7 +57,7 @@ kernels: $(VENV)/.test # else each process of the tests compiles them
 tests: $(VENV)/.test ## pytest in two processes; choose with ARGS="-k topk"
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-faults: kernels ## plant deliberate faults, see which test finds each (under an hour): ARGS="--only ID", ARGS=--list
+faults: kernels ## plant deliberate faults, see which test finds each (24 minutes): ARGS="--only ID", ARGS=--list
 	$(BIN)/python -m tests.faults.plant --jobs 2 $(ARGS)
 
 mutants: kernels ## change the engine, codecs and roll everywhere, list changes that no test sees (hours): ARGS="lightning_gc.engine.*"

@@ -31,6 +31,7 @@ LIMITS: dict[tuple[Compressor, int], tuple[int, float, int]] = {
 }
 """Method and W -> operations of a bucket, bytes per element, waits of the host."""
 BY_DAY = {(gc.Cast(), 2), (gc.QSGD(4), 2), (gc.TopK(0.01), 2), (gc.Int8(), 2)}
+LIMITED_BY_DAY = BY_DAY | {(gc.EFSignSGD(), 2), (gc.RandomK(0.01), 2), (gc.PowerSGD(2), 2)}
 each = pytest.mark.parametrize("case", some(LIMITS, BY_DAY), ids=repr)
 
 
@@ -40,7 +41,7 @@ def counted(compressor: Compressor, workers: int, parameters: int, numel: int) -
     return launches(by_default(compressor, 0), [shapes], workers)
 
 
-@pytest.mark.parametrize("case", LIMITS, ids=repr)
+@pytest.mark.parametrize("case", some(LIMITS, LIMITED_BY_DAY), ids=repr)
 def test_a_bucket_starts_no_more(case: tuple[Compressor, int]) -> None:
     most, nbytes, waits = LIMITS[case]
     found = counted(*case, 1, 1 << 14)

@@ -207,7 +207,9 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert Path("bytes").read_bytes() == bytes(range(256))
 
 
-@pytest.mark.parametrize("words", [["list", "--wide"], ["list"]])
+@pytest.mark.parametrize(
+    "words", [["list", "--wide"], pytest.param(["list"], marks=pytest.mark.nightly)]
+)
 def test_a_reader_that_stops_reading_gets_no_traceback(words: list[str]) -> None:
     """As ``| head`` does."""
     reads, writes = os.pipe()

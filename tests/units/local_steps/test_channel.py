@@ -535,7 +535,7 @@ class Served:
 @pytest.mark.processes
 @pytest.mark.parametrize("target", ["rendezvous", "door"])
 def test_idle_strangers_shut_nobody_out(target: str) -> None:
-    """1,500 of them, where the process may open 256 files; while they stay, and when they go."""
+    """600 of them, where the process may open 256 files; while they stay, and when they go."""
     with contextlib.ExitStack() as stack:
         served = stack.enter_context(contextlib.closing(Served(256)))
         port = served.port
@@ -544,7 +544,7 @@ def test_idle_strangers_shut_nobody_out(target: str) -> None:
         first = stack.enter_context(line_to(served.port))
         first.say(Report("first"))
         assert told(first) == Numbered("first", 0)
-        with idle_strangers(1500, port):
+        with idle_strangers(600, port):
             _assert_served(served, 1)
         _assert_served(served, 2)
         assert [told(first), told(first)] == [Numbered(str(n), n) for n in (1, 2)]
@@ -558,7 +558,7 @@ def _assert_served(served: Served, number: int) -> None:
         assert ask({"number": number}) == {"asked": {"number": number}}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_an_idle_rendezvous_rests_and_hears_at_once() -> None:
     """512 members train, and say as often as they are asked that they live.

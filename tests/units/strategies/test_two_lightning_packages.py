@@ -182,7 +182,9 @@ assert type(CompressedDDPStrategy("topk")).__module__.endswith("for_pytorch_ligh
 """
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    "package", [pytest.param("pytorch_lightning", marks=pytest.mark.nightly), "lightning.pytorch"]
+)
 def test_a_strategy_for_the_other_package_is_refused_with_both_import_lines(
     package: str, tmp_path: Path
 ) -> None:
