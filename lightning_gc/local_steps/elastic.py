@@ -559,7 +559,7 @@ class Inheritance:
                     position = place.rounds.position
                     steps = place.first + position
                     return {"round": engine.step, "position": position, "steps": steps}
-            case {"ask": "took", "round": number, "number": worker}:
+            case {"ask": "took", "round": int(number), "number": int(worker)}:
                 roll = self._membership.member.roll  # begins where this worker came in
                 took = any(each.round == number and worker in each.members for each in roll)
                 return {"took": took}

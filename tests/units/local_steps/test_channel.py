@@ -563,8 +563,8 @@ def _assert_served(served: Served, number: int) -> None:
 def test_an_idle_rendezvous_rests_and_hears_at_once() -> None:
     """512 members train, and say as often as they are asked that they live.
 
-    That costs the rendezvous a fraction of the same number of reports that need a decision. It
-    answers a report that it cannot read at once, long before its next look is due.
+    Such reports cost the rendezvous a fraction of reports that need a decision. A report that it
+    cannot read is answered at once, long before the next look is due.
     """
     with contextlib.ExitStack() as stack:
         served = stack.enter_context(contextlib.closing(Served()))
