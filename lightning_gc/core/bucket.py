@@ -50,6 +50,14 @@ class Tally:
         width = self.grad_bytes / self.grad_elements if self.grad_elements else 0.0
         return self.payload_bytes + self.whole * width
 
+    def add(self, other: Tally) -> None:
+        """Add the counts of one bucket in one round."""
+        self.grad_elements += other.grad_elements
+        self.grad_bytes += other.grad_bytes
+        self.elements += other.elements
+        self.sent += other.sent
+        self.payload_bytes += other.payload_bytes
+
     def count(self, elements: int, sent: int, payload: Iterable[Tensor]) -> None:
         """Count a payload that holds ``sent`` of ``elements`` elements."""
         self.elements += elements

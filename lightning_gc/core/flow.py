@@ -19,6 +19,16 @@ Limits: TypeAlias = tuple[int | None, ...]
 Reply: TypeAlias = list[Any]
 
 
+class Arrived(list[Any]):
+    """A reply of which the transport can receive the like again, into the same memory.
+
+    Attributes:
+        memory: the transport's own.
+    """
+
+    memory: Any = None
+
+
 class Mean(NamedTuple):
     """Request the element-wise mean over workers of each tensor.
 
@@ -39,11 +49,13 @@ class Gather(NamedTuple):
         tensors: of this worker.
         limits: the greatest lengths of tensors with a limit.
         lengths: of each worker's tensors, in elements, if all workers know them already.
+        into: the reply to an earlier request of the same tensors, whose memory may be used again.
     """
 
     tensors: Payload
     limits: Limits | None = None
     lengths: Sequence[Sequence[int]] | None = None
+    into: Arrived | None = None
 
 
 class Exchange(NamedTuple):

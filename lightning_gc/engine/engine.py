@@ -22,8 +22,14 @@ from lightning_gc.engine.error_buffers import (
 )
 from lightning_gc.engine.guard import BucketExchange, Guard
 from lightning_gc.engine.levels import Levels
+from lightning_gc.engine.recorded_exchange import (
+    RecordedExchange,
+    RecordedLayout,
+    Recorder,
+    Recordings,
+)
 from lightning_gc.engine.statistics import Statistics
-from lightning_gc.kernels import dispatch
+from lightning_gc.kernels import dispatch, recording
 from lightning_gc.kernels.segments import clean
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -114,6 +120,7 @@ class Engine:
         self.learning_rates = LearningRates()
         self.padding: Mapping[str, int] = {}
         self.statistics = Statistics()
+        self._recordings = Recordings()
 
     @property
     def compressor(self) -> Compressor:
@@ -170,46 +177,120 @@ class Engine:
         if self.rounds.begun == self.rounds.advanced and self.levels.traits.reads_model:
             self._before = {n: dict(s) for n, s in self.compressor_state.items() if s}
         self.rounds.begun += 1
-        bucket = Bucket(
-            grad,
-            shapes,
-            step=self.rounds.step,
-            seed=self.seed,
-            worker=self.worker,
-            workers=self.workers,
-            state={name: self.compressor_state.setdefault(name, {}) for name in shapes},
-            tally=self.statistics.tally,
-            wanted=wanted or bool(self.memory.common),
-            weights=weights or {},
-            before=self._before,
+        wanted = wanted or bool(self.memory.common)
+        return self._synchronise(grad, shapes, weights or {}, wanted, self._before, self.step)
+
+    def _synchronise(
+        self,
+        grad: Tensor,
+        shapes: Mapping[str, tuple[int, ...]],
+        weights: Mapping[str, Tensor],
+        wanted: bool,
+        before: Mapping[str, Mapping[str, Any]],
+        step: int,
+    ) -> Flow:
+        """Start the recorded exchange of an equal step again, or run it as it is written."""
+        if self.rounds.opened != step:
+            self._open_round(step)
+        layout = self._layout(grad, shapes, wanted)
+        if layout is not None and layout.recorded is not None:
+            yield from self._again(layout.recorded, grad, shapes, step)
+        else:
+            bucket = Bucket(
+                grad,
+                shapes,
+                step=step,
+                seed=self.seed,
+                worker=self.worker,
+                workers=self.workers,
+                state={name: self.compressor_state.setdefault(name, {}) for name in shapes},
+                tally=self.statistics.tally,
+                wanted=wanted,
+                weights=weights,
+                before=before,
+            )
+            with dispatch.host.steady():
+                yield from self._written(bucket, layout)
+        if self.loss_scaling.revocable and wanted:
+            self.loss_scaling.verdicts.append(grad.isfinite().all())
+        self.rounds.ended += 1
+
+    def _layout(
+        self, grad: Tensor, shapes: Mapping[str, tuple[int, ...]], wanted: bool
+    ) -> RecordedLayout | None:
+        """Return what is recorded of a bucket, or None if its step cannot be."""
+        if grad.device.type == "cpu" or self.statistics.norms_wanted or self.reads_weights:
+            return None
+        rates = self.learning_rates.now
+        if self.levels.traits.reads_model or (self.memory.lr_aware and 0 in rates.values()):
+            return None
+        situation = (
+            *(grad.data_ptr(), grad.dtype, tuple(shapes.values()), wanted),
+            *(self.levels.compressor, self.levels.uncompressed, self.buffers.loads),
+            *(id(self.loss_scaling.scale), id(self.compressor_state), id(self.padding)),
+            *(self.worker, self.workers, self.peers, recording.queue_of(grad.device)),
         )
-        return self._steadily(bucket)
+        return self._recordings.of(tuple(shapes), situation)
 
-    def _steadily(self, bucket: Bucket) -> Flow:
-        with dispatch.host.steady():
-            yield from self._synchronise(bucket)
+    def _again(
+        self,
+        recorded: RecordedExchange,
+        grad: Tensor,
+        shapes: Mapping[str, tuple[int, ...]],
+        step: int,
+    ) -> Flow:
+        recorded.opening.start(step)
+        watched = self.loss_scaling.revocable or self.statistics.epoch is not None
+        if watched:
+            bucket = Bucket(grad, shapes, step)
+            self._see_gradient(bucket)
+        yield from recorded.flow(step)
+        if watched:
+            self._see_error(bucket, recorded.error, None)
+        recorded.closing.start(step)
+        self.statistics.tally.add(recorded.tally)
 
-    def _synchronise(self, bucket: Bucket) -> Flow:
-        """Unscale the gradient, run the memory's flow, restore what must not change."""
-        if self.rounds.opened != bucket.step:
-            self._open_round(bucket.step)
-        grad, memory, scaling = bucket.grad, self.memory, self.loss_scaling
-        scale, statistics = scaling.scale, self.statistics
-        statistics.tally.grad_elements += bucket.numel
-        statistics.tally.grad_bytes += bucket.numel * grad.element_size()
-        guarded, layouts = bucket.numel and not self.levels.traits.exact, self.buffers.layouts
-        guard = Guard(bucket, layouts, memory.unused, scatters=self.scatters) if guarded else None
+    def _written(self, bucket: Bucket, layout: RecordedLayout | None) -> Flow:
+        recorder = Recorder(bucket) if layout is not None and layout.due else None
+        inner = bucket if recorder is None else recorder.bucket
+        note = Recorder.only_run if recorder is None else recorder.note
+        guard = note(lambda: self._open(inner))
+        self._see_gradient(bucket)
+        exchange = BucketExchange(inner, self.levels, self.scheme, guard, self.statistics)
+        flow = self._exchange(inner, exchange, guard)
+        yield from flow if recorder is None else recorder.follow(flow)
+        self._see_error(bucket, exchange.error, exchange.norm_before)
+        note(lambda: self._close(inner, exchange))
+        if layout is not None and recorder is not None:
+            self.statistics.tally.add(inner.tally)
+            layout.compare(recorder, exchange.error)
+
+    def _open(self, bucket: Bucket) -> Guard | None:
+        """Look at the gradient and unscale it."""
+        grad, scale = bucket.grad, self.loss_scaling.scale
+        bucket.tally.grad_elements += bucket.numel
+        bucket.tally.grad_bytes += bucket.numel * grad.element_size()
+        guard, layouts = None, self.buffers.layouts
+        if bucket.numel and not self.levels.traits.exact:
+            guard = Guard(bucket, layouts, self.memory.unused, scatters=self.scatters)
         if scale is not None:
             grad.div_(scale)
-        if statistics.epoch is not None:
-            statistics.epoch.see_gradient(bucket)
+        return guard
+
+    def _see_gradient(self, bucket: Bucket) -> None:
+        """Let statistics see the gradient, and keep what a skipped step gives back."""
+        if self.statistics.epoch is not None:
+            self.statistics.epoch.see_gradient(bucket)
+        if self.memory.buffers and self.loss_scaling.revocable:
+            self.loss_scaling.back_up(self.buffers.live(bucket))
+
+    def _exchange(self, bucket: Bucket, exchange: BucketExchange, guard: Guard | None) -> Flow:
+        """Run the memory's flow, and restore what must not change."""
+        memory = self.memory
         state = self.buffers.flat(bucket) if memory.buffers else {}
-        if state and scaling.revocable:
-            scaling.back_up(self.buffers.live(bucket))
         resting = self.learning_rates.back_up(bucket, self.buffers) if memory.lr_aware else []
         if guard is not None and len(state) > 1:  # a single one is the error, which is set aside
             guard.hold([state[name] for name in memory.buffers if name not in memory.common])
-        exchange = BucketExchange(bucket, self.levels, self.scheme, guard, statistics)
         yield from memory.flow(bucket, state, exchange)
         if not exchange.absorbed:
             for buffer in state.values():  # else NaN and overflow would stay in it
@@ -221,25 +302,24 @@ class Engine:
             live.copy_(copy)
         if state:
             self.buffers.keep(bucket, state)
-        self._finish(bucket, exchange, scale)
 
     def _clear_padding(self, bucket: Bucket, state: Mapping[str, Tensor]) -> None:
         for name, _, stop in bucket.spans() if self.padding else ():
             for buffer in state.values():
                 buffer[stop - self.padding.get(name, 0) : stop].zero_()
 
-    def _finish(self, bucket: Bucket, exchange: BucketExchange, scale: Tensor | None) -> None:
-        """Record the error, write the mean in the gradient's own units, count the flow."""
-        grad, rates = bucket.grad, self.learning_rates.now if self.memory.buffers else None
-        if self.statistics.epoch is not None or exchange.norm_before is not None:
-            self.statistics.see_error(bucket, exchange.error, exchange.norm_before, rates)
+    def _see_error(self, bucket: Bucket, error: Tensor, before: Tensor | None) -> None:
+        rates = self.learning_rates.now if self.memory.buffers else None
+        if self.statistics.epoch is not None or before is not None:
+            self.statistics.see_error(bucket, error, before, rates)
+
+    def _close(self, bucket: Bucket, exchange: BucketExchange) -> None:
+        """Write the mean in the gradient's own units."""
+        grad, scale = bucket.grad, self.loss_scaling.scale
         if exchange.mean is not grad:
             grad.copy_(exchange.mean)
         if scale is not None:
             grad.mul_(scale)
-        if self.loss_scaling.revocable and bucket.wanted:
-            self.loss_scaling.verdicts.append(grad.isfinite().all())
-        self.rounds.ended += 1
 
     def _open_round(self, step: int) -> None:
         self.rounds.opened = step

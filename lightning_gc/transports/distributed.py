@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, MeanShard, Payload, Reply, Request
-from lightning_gc.core.message import FORMAT, Message, as_bytes, joined
+from lightning_gc.core.flow import Arrived
+from lightning_gc.core.message import FORMAT, Message, Packed, as_bytes, joined
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Transport,
@@ -137,6 +138,11 @@ class Distributed(Transport):
         return list(mean.split([shard.numel() for shard in rows[0]]))
 
     def _gather(self, request: Gather) -> Reply:
+        if request.into is not None:
+            message, gathered = request.into.memory
+            _all_gather(gathered, message, group=self.group)
+            self.sent_bytes += all_gather_bytes(message.numel(), self.workers)
+            return request.into
         own, limits = request.tensors, request.limits
         layouts = [Message.of(own)] * self.workers
         if limits is not None and request.lengths is not None:
@@ -158,7 +164,11 @@ class Distributed(Transport):
         elif longest:
             _all_gather(gathered, message, group=self.group)
         self.sent_bytes += all_gather_bytes(longest, self.workers)
-        return _unpacked(layouts, rows)
+        reply = _unpacked(layouts, rows)
+        if isinstance(own, Packed) and message is own.message and message.device.type != "cpu":
+            reply = Arrived(reply)
+            reply.memory = message, gathered
+        return reply
 
     def _exchange(self, request: Exchange) -> Reply:
         own, limits = request.payloads[self.worker], request.limits

@@ -47,6 +47,9 @@ class Elsewhere(Tensor):
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -32,6 +32,7 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, resume
 from lightning_gc.engine import Engine
 from lightning_gc.kernels import gpu
+from lightning_gc.kernels.gpu import prepared_launch
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports import distributed
 from lightning_gc.transports.simulated import Simulated
@@ -119,7 +120,9 @@ def counting(workers: int) -> Iterator[Counting]:
             stack.enter_context(mock.patch.object(target, name, stand_in))
         for _, name, _ in pkgutil.iter_modules(gpu.__path__):
             importlib.import_module(f"{gpu.__name__}.{name}")
-        stand_ins = {"fused": _fused, "launch": _launcher(counts, traffic)}
+        stand_in = mock.patch.object(prepared_launch, "by_triton", _launcher(counts, traffic))
+        stack.enter_context(stand_in)
+        stand_ins = {"fused": _fused}
         for module in [m for n, m in sys.modules.items() if n.startswith("lightning_gc.")]:
             for name in stand_ins.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
@@ -161,7 +164,9 @@ class _Traffic:
 
 
 def _launcher(counts: Counting, traffic: _Traffic) -> Any:
-    def launch(program: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
+    def launch(
+        program: Any, grid: Sequence[int], arguments: Sequence[Any], constants: Mapping[str, Any]
+    ) -> None:
         """Run the kernel in Triton's interpreter on what the tensors hold."""
         before, listening = traffic.nbytes, counts.listening
         counts.listening = False

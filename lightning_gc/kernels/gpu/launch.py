@@ -1,7 +1,7 @@
 """Declare and launch Triton kernels.
 
 They use only features of Triton 3.2 (torch 2.6). To equal the torch reference bit for bit, all are
-launched with ``EXACT``, divide with ``div_rn`` (``/`` is approximate), and take no minimum or
+launched with ``prepared_launch.EXACT``, divide with ``div_rn`` (``/`` is approximate), and take no minimum or
 maximum of NaN, on which devices differ. Atomics are of integers only: their sums and maxima do not
 depend on the order.
 
@@ -21,13 +21,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-EXACT: dict[str, Any] = {"enable_fp_fusion": False}
-"""Launch options: a product and a sum round twice, as two torch operations do."""
+from lightning_gc.kernels import recording
+from lightning_gc.kernels.gpu import prepared_launch
 
 
 def kernel(*aligned: str) -> Callable[[Callable[..., None]], Any]:
@@ -56,9 +54,26 @@ def launch(program: Any, grid: Sequence[int], *arguments: Any, **constants: Any)
         arguments: tensors and numbers, in the kernel's order.
         constants: its constants by name.
     """
-    here = next(argument for argument in arguments if isinstance(argument, Tensor))
-    with torch.cuda.device_of(here):
-        program[tuple(grid)](*arguments, **constants, **EXACT)
+    tape = recording.running()
+    if tape is None:
+        prepared_launch.start(program, grid, arguments, constants, may_prepare=True)
+        return
+    places, plain = tape.without_steps(arguments)
+    started = prepared_launch.start(program, grid, plain, constants, may_prepare=False)
+    seen = [recording.STEP if i in places else each for i, each in enumerate(arguments)]
+    what = program.__name__, tuple(grid), tuple(constants.items())
+    if started is None:
+        again = program, grid, plain, constants
+        writes = [(plain.__setitem__, (at,)) for at in places]
+        tape.add(_by_triton, again, writes, what, seen)
+    else:
+        variant, stream = started
+        given, writes = variant.copied(grid, stream, places)
+        tape.add(prepared_launch.driver_call(), given, writes, what, seen)
+
+
+def _by_triton(*again: Any) -> None:
+    prepared_launch.by_triton(*again)
 
 
 @triton.jit

@@ -1,0 +1,198 @@
+"""RecordedExchange: a bucket's exchange, started again without its Python while it stays the same.
+
+The first step of a layout runs as it is written. The next ones are recorded, until two are equal.
+From then on a step starts the recorded work again, and asks the recorded requests. Everything that
+decides what is started is compared before. If it differs, the step runs as written, and the next
+ones are recorded anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_gc.core import Bucket, Exchange, Flow, Gather, Reply, Request, Tally
+from lightning_gc.core.flow import Arrived, resume
+from lightning_gc.kernels.recording import Span, Tape
+
+TRIES = 8
+"""Steps of a layout that are recorded, at most, until two are equal. Recording one is slow."""
+KEPT = 2.5
+"""Bytes of the tensors that a recording keeps, at most, in gradients of the bucket."""
+SMALL = 1 << 20
+"""Bytes that it may keep in any case."""
+T = TypeVar("T")
+
+
+@dataclass
+class RecordedExchange:
+    """Work of one bucket, between its requests.
+
+    Attributes:
+        opening: before the engine's statistics see the gradient.
+        exchange: before each request, and after the last one.
+        requests, replies: in their order. Replies are received into the same memory.
+        closing: after statistics have seen the error.
+        error: what the exchange leaves, ``(numel,)``.
+        tally: what it adds to the counts.
+    """
+
+    opening: Span
+    exchange: Sequence[Span]
+    requests: Sequence[Request]
+    replies: Sequence[Reply]
+    closing: Span
+    error: Tensor
+    tally: Tally
+
+    def flow(self, step: int) -> Flow:
+        """Exchange the bucket, in the step of this number."""
+        for span, request, reply in zip(self.exchange, self.requests, self.replies, strict=False):
+            span.start(step)
+            arrived = yield request
+            if arrived is not reply:  # the transport has not received into its memory
+                _receive(reply, arrived)
+        self.exchange[-1].start(step)
+
+
+def _receive(place: Reply, arrived: Reply) -> None:
+    """Copy what has arrived to where the recorded work reads it, unless it lies there."""
+    for ours, theirs in zip(place, arrived, strict=True):
+        if not isinstance(theirs, Tensor):
+            _receive(ours, theirs)
+        elif ours is not theirs and ours.data_ptr() != theirs.data_ptr():
+            ours.copy_(theirs)
+
+
+class Recorder:
+    """Runs a bucket's exchange as written, and notes what it starts.
+
+    Args:
+        bucket: of which the exchange is recorded. ``bucket`` has the step and the tally to use
+            instead.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        grad = bucket.grad
+        size = grad.numel() * grad.element_size()
+        self._tape = Tape(bucket.step, max(KEPT * size, SMALL))
+        self.bucket = replace(bucket, step=self._tape.step, tally=Tally())
+        self._spans: list[Span] = []
+        self._requests: list[Request] = []
+        self._replies: list[Reply] = []
+        self._state = _leaves(bucket.state)
+
+    def note(self, part: Callable[[], T]) -> T:
+        """Run a part without requests."""
+        with self._tape.runs():
+            result = part()
+        self._spans.append(self._tape.cut())
+        return result
+
+    @staticmethod
+    def only_run(part: Callable[[], T]) -> T:
+        """Run a part without noting it."""
+        return part()
+
+    def follow(self, flow: Flow) -> Flow:
+        """Run a flow."""
+        with self._tape.runs():
+            request = next(flow, None)
+        while request is not None:
+            self._spans.append(self._tape.cut())
+            tensors = request.payloads if isinstance(request, Exchange) else request.tensors
+            self._tape.asks(type(request).__name__, tree_leaves(tensors))
+            if getattr(request, "limits", None) is not None:
+                self._tape.refuse("lengths vary")
+            reply = yield request
+            self._requests.append(request)
+            self._replies.append(reply)
+            self._tape.arrives(tree_leaves(reply))
+            with self._tape.runs():
+                request = resume(flow, reply)
+        self._spans.append(self._tape.cut())
+
+    def seen(self) -> Any:
+        """Return what was started, in a form that is equal in an equal step; None: unknown."""
+        if not _same(self._state, _leaves(self.bucket.state)):
+            self._tape.refuse("the compressor's state is another one")
+        return None if self._tape.refused else self._tape.seen
+
+    def made(self, error: Tensor) -> RecordedExchange:
+        """Return the recorded exchange."""
+        opening, *exchange, closing = self._spans
+        requests = [_into(r, reply) for r, reply in zip(self._requests, self._replies, strict=True)]
+        tally = self.bucket.tally
+        return RecordedExchange(opening, exchange, requests, self._replies, closing, error, tally)
+
+
+def _into(request: Request, reply: Reply) -> Request:
+    """Return a request whose reply is received into the memory of an earlier one, if it can be."""
+    if isinstance(request, Gather) and isinstance(reply, Arrived):
+        return request._replace(into=reply)
+    return request
+
+
+def _leaves(state: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+    """Return names, tensors and numbers of a compressor's state."""
+    return tree_leaves([(name, sorted(kept), dict(kept)) for name, kept in state.items()])
+
+
+def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Return whether a state has the same tensors and equal numbers."""
+    pairs = zip(before, after, strict=False)
+    equal = (a is b or (not isinstance(a, Tensor) and a == b) for a, b in pairs)
+    return len(before) == len(after) and all(equal)
+
+
+class Recordings:
+    """The recorded exchanges of an engine's buckets."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], RecordedLayout] = {}
+
+    def of(self, names: tuple[str, ...], situation: tuple[Any, ...]) -> RecordedLayout:
+        """Return what is known of a bucket; nothing, if the step differs from the one before.
+
+        Args:
+            names: of the bucket's parameters.
+            situation: all that decides what is started.
+        """
+        layout = self._known.get(names)
+        if layout is None or layout.situation != situation:
+            new = set(names)
+            self._known = {n: kept for n, kept in self._known.items() if new.isdisjoint(n)}
+            layout = self._known[names] = RecordedLayout(situation)
+        return layout
+
+
+class RecordedLayout:
+    """What is known of a bucket in one situation.
+
+    Attributes:
+        recorded: the exchange, once two steps were equal.
+    """
+
+    def __init__(self, situation: tuple[Any, ...]) -> None:
+        self.situation = situation
+        self.recorded: RecordedExchange | None = None
+        self._steps = 0
+        self._seen: Any = None
+
+    @property
+    def due(self) -> bool:
+        """Whether a step that begins is to be recorded: not the first one, and not for ever."""
+        self._steps += 1
+        return 1 < self._steps <= TRIES + 1
+
+    def compare(self, recorder: Recorder, error: Tensor) -> None:
+        """Keep a recorded step if the one before was equal."""
+        seen = recorder.seen()
+        if seen is not None and seen == self._seen:
+            self.recorded, self._seen = recorder.made(error), None
+        else:
+            self._seen = seen

@@ -1,0 +1,258 @@
+"""Record what a stretch of an exchange starts on a GPU, and start it again without its Python.
+
+A method's Python computes the same addresses, sizes and constants in every step of one layout. Only
+what lies in the tensors differs, and the number of the step. So the launches of two equal steps are
+kept, with all tensors that they read and write, and are started again.
+
+A tape sees torch's operations and Triton's launches. It refuses where the host has read a number
+that may be another one next time: a value on the device, a random number, data of the host, or the
+step, unless it is handed to a kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Write = tuple[Callable[..., None], tuple[Any, ...]]
+"""A function that writes a step's number for a kernel, and its first arguments."""
+STEP = "the step"
+_running = threading.local()
+_READS = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+}
+_SAME = {"detach", "alias", "_unsafe_view"}
+"""Operations whose result is a view, although their schema does not say so."""
+_ZEROS = {"zeros", "zeros_like", "new_zeros"}
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+class WatchedStep(int):
+    """The number of a step, which tells a tape if the host reads it. Kernels may be given it."""
+
+    tape: Tape
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    def read(step: WatchedStep, *others: Any) -> Any:
+        step.tape.refuse("the host reads the number of the step")
+        return getattr(int, name)(step, *others)
+
+    return read
+
+
+_BOTH = "add sub mul floordiv truediv mod divmod pow lshift rshift and or xor".split()
+_ALONE = "eq ne lt le gt ge hash bool int float index repr str format neg pos abs invert".split()
+for _name in [*_ALONE, *_BOTH, *(f"r{name}" for name in _BOTH)]:
+    setattr(WatchedStep, f"__{_name}__", _watched(f"__{_name}__"))
+
+
+class Span:
+    """Work between two requests, in the order in which it is started."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Callable[..., int | None], tuple[Any, ...]]] = []
+        self._writes: list[Write] = []
+
+    def add(
+        self, call: Callable[..., int | None], given: tuple[Any, ...], writes: Sequence[Write]
+    ) -> None:
+        """Keep a call, which returns the driver's error, and what writes the step for it."""
+        self._calls.append((call, given))
+        self._writes += writes
+
+    def start(self, step: int) -> None:
+        """Start everything again, in the step of this number."""
+        for write, place in self._writes:
+            write(*place, step)
+        for call, given in self._calls:
+            if error := call(*given):
+                from lightning_gc.kernels.gpu.prepared_launch import fail
+
+                fail(error)
+
+
+class Tape(TorchDispatchMode):
+    """Notes what is started on a device while it runs.
+
+    Args:
+        step: number of the step.
+        most: bytes that all tensors made meanwhile may have, since they are kept.
+
+    Attributes:
+        step: the number, to be handed on instead.
+        seen: what was started and on what, in a form that is equal in an equal step.
+        refused: why it cannot be started again, or None.
+    """
+
+    def __init__(self, step: int, most: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.step = WatchedStep(step)
+        self.step.tape = self
+        self.seen: list[Any] = []
+        self.refused: str | None = None
+        self._plain, self._left = step, most
+        self._span = Span()
+        self._made: dict[int, int] = {}  # memory -> its number
+        self._kept: list[Tensor] = []  # else memory could be taken twice
+
+    @contextmanager
+    def runs(self) -> Iterator[None]:
+        """Note what the body starts in this thread."""
+        _running.tape = self
+        try:
+            with self:
+                yield
+        finally:
+            _running.tape = None
+
+    def cut(self) -> Span:
+        """Return what has been started since the last cut."""
+        span, self._span = self._span, Span()
+        self.seen.append("cut")
+        return span
+
+    def refuse(self, why: str) -> None:
+        """Tell why this cannot be started again."""
+        self.refused = self.refused or why
+
+    def asks(self, request: str, tensors: Sequence[Tensor]) -> None:
+        """Take note of a request."""
+        self._kept += tensors
+        self.seen.append((request, [self._form(tensor) for tensor in tensors]))
+
+    def arrives(self, tensors: Sequence[Tensor]) -> None:
+        """Take note of tensors in which others have written."""
+        for tensor in tensors:
+            self._made.setdefault(_memory(tensor), len(self._made))
+            self._kept.append(tensor)
+
+    def without_steps(self, arguments: Sequence[Any]) -> tuple[list[int], list[Any]]:
+        """Return where the step is among a kernel's arguments, and them with a plain number."""
+        places = [i for i, argument in enumerate(arguments) if isinstance(argument, WatchedStep)]
+        return places, [self._plain if i in places else a for i, a in enumerate(arguments)]
+
+    def add(
+        self,
+        call: Callable[..., int | None],
+        given: tuple[Any, ...],
+        writes: Sequence[Write],
+        what: Any,
+        arguments: Any,
+    ) -> None:
+        """Note something that was started.
+
+        Args:
+            call: starts it again, with ``given``.
+            given: its arguments.
+            writes: what writes the step.
+            what: names it.
+            arguments: all that it was given, in any nesting; ``STEP`` for the step's number.
+        """
+        leaves = tree_leaves(arguments)
+        self._kept += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.seen.append((what, [self._form(leaf) for leaf in leaves]))
+        self._span.add(call, given, writes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.refused is None:
+            self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        schema = func._schema
+        name = schema.name.removeprefix("aten::")
+        if _READS.intersection(func.tags) or name == "lift_fresh":  # data of the host
+            self.refuse(f"{name} may have another result next time")
+            return
+        leaves = tree_leaves((args, kwargs, result))
+        if len({leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}) > 1:
+            self.refuse(f"{name} copies from one device to another")
+            return
+        outputs = tree_leaves(result)
+        if schema.is_mutable:
+            again = partial(_call, func, args, kwargs)
+        elif name in _SAME or any(each.alias_info is not None for each in schema.returns):
+            return
+        else:
+            self._makes(outputs)
+            if name in _EMPTY:
+                return
+            zeros = name in _ZEROS
+            again = partial(_zero if zeros else _write, outputs, func, args, kwargs)
+        self.add(again, (), (), name, (args, kwargs, outputs))
+
+    def _makes(self, tensors: Sequence[Tensor]) -> None:
+        self._left -= sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if self._left < 0:
+            self.refuse("its tensors would need too much memory")
+        self.arrives(tensors)
+
+    def _form(self, leaf: Any) -> Any:
+        """Return what is equal in an equal step: of a tensor the place, of others themselves."""
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        place = self._made.get(_memory(leaf))
+        at = leaf.data_ptr() if place is None else (place, leaf.storage_offset())
+        return at, leaf.dtype, leaf.shape, leaf.stride()
+
+
+def queue_of(device: torch.device) -> tuple[int, bool]:
+    """Return where work of this thread is queued, and whether a profiler watches Triton.
+
+    Recorded launches are for one stream of the device.
+    """
+    return _queue()(device.index) if device.type == "cuda" else (0, False)
+
+
+@functools.cache
+def _queue() -> Callable[[int], tuple[int, bool]]:
+    if find_spec("triton") is None:
+        return lambda index: (0, False)  # torch's operations find their stream
+    from triton.runtime import driver
+
+    from lightning_gc.kernels.gpu.prepared_launch import hooked
+
+    stream = driver.active.get_current_stream
+    return lambda index: (stream(index), hooked())
+
+
+def running() -> Tape | None:
+    """Return the tape that runs in this thread."""
+    found: Tape | None = getattr(_running, "tape", None)
+    return found
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> None:
+    func(*args, **kwargs)
+
+
+def _zero(outputs: Sequence[Tensor], *_: Any) -> None:
+    for output in outputs:
+        output.zero_()
+
+
+def _write(outputs: Sequence[Tensor], func: Any, args: Any, kwargs: Any) -> None:
+    """Write the results of an operation to the tensors of the first time."""
+    results = tree_leaves(func(*args, **kwargs))
+    for output, result in zip(outputs, results, strict=True):
+        output.copy_(result)
+
+
+def _memory(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata  # which meta tensors have too
+    return address
