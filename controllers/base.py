@@ -62,7 +62,8 @@ class Needs:
             float32 per parameter, a pass over the gradient, and at the end of an epoch one
             compression per level of every parameter, on worker 0.
         seconds: ``step_seconds`` and ``phase_seconds``. Costs a look at the clock per step.
-        link: ``exchanges`` and the link fitted to them. Costs two looks at the clock per request.
+        link: ``exchanges`` and the link fitted to them. Costs two looks at the clock per request,
+            or two events on CUDA.
         trace: path of a file to which worker 0 appends each observation, state and decision; empty
             for none. ``replay`` reads it.
         rounds: all values of H that it may set in ``Decision.every``; it needs local steps.
@@ -165,10 +166,10 @@ class Observation:
         step_seconds: mean seconds of a step since the last decision, without validation; mean over
             workers, 0 if not declared. Of simulated workers the sum of their phases.
         phase_seconds: ``"compress"``, ``"communicate"``, ``"decode"``, of simulated workers also
-            ``"compute"`` -> mean seconds per step, mean over workers. On CUDA only timed steps
-            count.
+            ``"compute"`` -> mean seconds per step, mean over workers. On CUDA they are too small:
+            only steps that ``CompressionMonitor`` logs are timed, and all steps are counted.
         exchanges: worker 0's latest requests since the last decision, 64 at most; empty if not
-            declared, and on CUDA.
+            declared. On CUDA the latest that the device has finished since then.
         latency_us: of a message, fitted to ``exchanges``; 0 without exchanges.
         bandwidth_gbps: in 10⁹ bits per second, fitted to ``exchanges``; a lower bound if all
             messages have one size.

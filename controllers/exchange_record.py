@@ -12,7 +12,8 @@ class ExchangeRecord(NamedTuple):
     Attributes:
         messages: that it sent.
         nbytes: that it sent in all.
-        seconds: that the request took.
+        seconds: that the request took. On CUDA from when its stream has reached the request until
+            it has finished it. Both include waiting for a late peer.
     """
 
     messages: int

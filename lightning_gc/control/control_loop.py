@@ -272,6 +272,8 @@ class ControlLoop:
         probes = self._probes
         steps, self._seen_step = self._step - self._seen_step, self._step
         found = probes.traffic(steps, peers) | probes.rates(self._step, rate, now.rates_to_come)
+        if peers.device.type == "cuda" and not ended:
+            probes.clock.catch_up()  # the host has just waited for these steps
         found |= probes.seconds(peers) | probes.link()
         probes.begin()
         if ended:

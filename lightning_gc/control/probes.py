@@ -104,8 +104,9 @@ class WorkerStatistics:
     def begin(self) -> None:
         """Count from here: a decision has been made."""
         self._time_from_here()
-        if self._account.exchanges is not None:
-            self._account.exchanges.clear()
+        if self._keeps_exchanges:
+            # A new one: on CUDA the old one may gain a request that the controller has not seen.
+            self._account.exchanges = deque(maxlen=KEPT)
         self._seen_bytes = self._account.sent_bytes
         self._seen_tally = dataclasses.replace(self.engine.tally)
         self.epoch.forget_gradients()
@@ -240,7 +241,8 @@ class StepClock:
     """Adds up the time from one batch to the next of the same epoch.
 
     Validation and work between epochs are left out, and so is the last step of an epoch without
-    validation. On CUDA the host runs ahead of its device, so only the average is meaningful.
+    validation. On CUDA the host runs ahead of its device, so only the mean between two decisions is
+    meaningful. Within an epoch each decision waits for the device.
     """
 
     def __init__(self) -> None:
@@ -254,6 +256,11 @@ class StepClock:
             self._spent += now - self._last[0]
             self._steps += step - self._last[1]
         self._last = now, step, epoch
+
+    def catch_up(self) -> None:
+        """Count the time that the host has waited, since the batch began, for earlier steps."""
+        if self._last is not None:
+            self.see(*self._last[1:])
 
     def take(self) -> tuple[float, int]:
         """Return and reset seconds and number of steps."""

@@ -1,16 +1,18 @@
 """Account for one worker's wire bytes, and its seconds by phase."""
 
+from __future__ import annotations
+
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from lightning_gc.controllers.exchange_record import ExchangeRecord
-from lightning_gc.core import Flow, Request
+from lightning_gc.core import Flow
 from lightning_gc.core.flow import resume
 from lightning_gc.transports.base import Transport
 from lightning_gc.transports.network_model import messages_sent
@@ -50,7 +52,8 @@ class Recorder(Protocol):
         worker: its index.
         workers: W.
         timing: CUDA streams are timed.
-        exchanges: its latest requests; None, the default, keeps none.
+        exchanges: its latest requests; None, the default, keeps none. On CUDA reading them adds
+            the requests that the device has finished since.
         modelled: seconds of requests are computed, so a wall clock does not show a step's seconds.
     """
 
@@ -84,7 +87,6 @@ class Recording:
 
     Attributes:
         timing: whether CUDA streams are timed, by events.
-        exchanges: the latest requests on the host, if a controller needs them; else None.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -92,13 +94,22 @@ class Recording:
         self.modelled = False
         self.worker = inner.worker
         self.workers = inner.workers
-        self.exchanges: deque[ExchangeRecord] | None = None
+        self._requests = LatestRequests()
         self._watch = Stopwatch()
         self._taken = (inner.sent_bytes, inner.node_bytes)
 
     @property
     def sent_bytes(self) -> int:
         return self.inner.sent_bytes
+
+    @property
+    def exchanges(self) -> deque[ExchangeRecord] | None:
+        """The latest finished requests, if a controller needs them; else None."""
+        return self._requests.finished()
+
+    @exchanges.setter
+    def exchanges(self, kept: deque[ExchangeRecord] | None) -> None:
+        self._requests.kept = kept
 
     @property
     def timing(self) -> bool:
@@ -113,20 +124,14 @@ class Recording:
         phase, request = COMPRESS, next(flow, None)
         while request is not None:
             self._watch.lap(phase)
-            before, began = self.inner.sent_bytes, self._watch.mark
+            before, began = self.inner.sent_bytes, self._requests.begin(device)
             reply = self.inner.fulfil(request)
+            if began is not None:
+                messages = messages_sent(type(request).__name__, self.workers)
+                self._requests.end(began, messages, self.inner.sent_bytes - before)
             self._watch.lap(COMMUNICATE)
-            if self.exchanges is not None:
-                self._note(request, self.inner.sent_bytes - before, began)
             phase, request = DECODE, resume(flow, reply)
         self._watch.lap(phase)
-
-    def _note(self, request: Request, nbytes: int, began: object) -> None:
-        """Keep a request; on CUDA the host does not know when one has ended."""
-        ended = self._watch.mark
-        if self.exchanges is not None and isinstance(began, float) and isinstance(ended, float):
-            messages = messages_sent(type(request).__name__, self.workers)
-            self.exchanges.append(ExchangeRecord(messages, nbytes, ended - began))
 
     def seconds(self) -> dict[str, float]:
         return self._watch.totals()
@@ -185,6 +190,66 @@ class WithWeights:
         return account
 
 
+class LatestRequests:
+    """Keeps the bytes and seconds of the latest requests, for controllers.
+
+    On CUDA a request lasts from when its stream reaches it until the stream has finished it. This
+    includes waiting for a late peer, as on the host. Two events on the stream mark its ends. Later
+    requests and ``finished`` read events that the device has passed, and never wait for others.
+    Events are used again, so a step makes none. While ``KEPT`` requests are unread, further ones
+    are not timed.
+
+    Attributes:
+        kept: where finished requests are added; None: nobody needs them.
+    """
+
+    def __init__(self) -> None:
+        self.kept: deque[ExchangeRecord] | None = None
+        self._reading = threading.Lock()  # flows run in one thread, a controller reads in another
+        self._unread: deque[tuple[int, int, _Ends]] = deque()
+        self._spare: list[_Ends] = []
+
+    def begin(self, device: torch.device) -> float | _Ends | None:
+        """Note that a request begins; None: it is not timed."""
+        if self.kept is None:
+            return None
+        if device.type != "cuda":
+            return time.perf_counter()
+        self.finished()
+        if len(self._unread) == KEPT:
+            # If earlier requests were dropped instead, a device far behind would never be timed.
+            return None
+        ends = self._spare.pop() if self._spare else _Ends(_timing_event(), _timing_event())
+        ends.start.record()
+        return ends
+
+    def end(self, began: float | _Ends, messages: int, nbytes: int) -> None:
+        """Note that a request ends, which sent so many messages and bytes."""
+        if isinstance(began, _Ends):
+            began.stop.record()
+            self._unread.append((messages, nbytes, began))
+        elif self.kept is not None:
+            self.kept.append(ExchangeRecord(messages, nbytes, time.perf_counter() - began))
+
+    def finished(self) -> deque[ExchangeRecord] | None:
+        """Return ``kept``, with the requests that the device has finished by now."""
+        with self._reading:
+            while self._unread and self._unread[0][2].stop.query():
+                messages, nbytes, ends = self._unread.popleft()
+                seconds = ends.start.elapsed_time(ends.stop) / 1e3
+                if self.kept is not None:
+                    self.kept.append(ExchangeRecord(messages, nbytes, seconds))
+                self._spare.append(ends)
+            return self.kept
+
+
+class _Ends(NamedTuple):
+    """The two ends of a request on a CUDA stream."""
+
+    start: torch.cuda.Event
+    stop: torch.cuda.Event
+
+
 class Stopwatch:
     """Adds up the seconds of consecutive phases.
 
@@ -234,11 +299,6 @@ class Stopwatch:
         with self._adding:
             return _added(self._taken, self._seconds)
 
-    @property
-    def mark(self) -> float | torch.cuda.Event | None:
-        """When the last phase ended."""
-        return self._mark
-
     def _add_first(self) -> None:
         phase, start, stop = self._events.popleft()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + start.elapsed_time(stop) / 1e3
@@ -248,9 +308,13 @@ class Stopwatch:
             return time.perf_counter()
         if not self.timing:
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = _timing_event()
         event.record()
         return event
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,37 @@ CUDA = torch.device("cuda", 0)
 
 
 class Event:
-    """Recorded on a stream by a thread."""
+    """Recorded on a stream by a thread; ends when the device has come to it.
+
+    Attributes:
+        at: seconds of the device's work that was queued before it.
+    """
+
+    cuda: "PretendedCuda"
+    at: float
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.timing = enable_timing
+        self.cuda.made += 1
+        self.cuda.events.add(self)
+
+    def record(self) -> None:
+        self.cuda.queued += self.cuda.pace
+        self.at = self.cuda.queued
+
+    def query(self) -> bool:
+        return self.at <= self.cuda.reached
+
+    def synchronize(self) -> None:
+        self.cuda.note(self.cuda.current(), "makes the host wait", self)
+        self.cuda.reached = max(self.cuda.reached, self.at)
+
+    def elapsed_time(self, later: "Event") -> float:
+        assert self.timing
+        assert later.timing
+        assert self.query()
+        assert later.query(), "not yet known"
+        return 1e3 * (later.at - self.at)
 
 
 class Stream:
@@ -23,7 +54,8 @@ class Stream:
 
     def record_event(self) -> Event:
         self.cuda.raise_if("record_event")
-        event = Event()
+        event = self.cuda.kind()
+        event.record()
         self.cuda.note(self, "records", event)
         return event
 
@@ -63,12 +95,27 @@ class Future:
 
 
 class PretendedCuda:
-    """Attributes: ``log`` of (thread, stream, verb, what), and ``broken``, the calls that raise."""
+    """A device whose streams do their work in the order in which it is queued.
+
+    Attributes:
+        log: of (thread, stream, verb, what).
+        broken: the calls that raise.
+        queued: seconds of work that it has been given.
+        reached: seconds of that work that it has done.
+        pace: seconds of work before each event.
+        made: number of events so far.
+        events: the events that have not been freed.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple[str, Any, str, Any]] = []
         self.broken: set[str] = set()
+        self.queued = self.reached = self.pace = 0.0
+        self.made = 0
+        self.events: weakref.WeakSet[Event] = weakref.WeakSet()
         self._local = threading.local()
+        self.kind = type("OwnEvent", (Event,), {"cuda": self})
+        patch.setattr(torch.cuda, "Event", self.kind)
         patch.setattr(torch.cuda, "Stream", lambda device: Stream(device, self))
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current())
         patch.setattr(torch.cuda, "stream", self._on)

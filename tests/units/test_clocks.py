@@ -3,6 +3,7 @@
 import json
 import random
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,32 @@ def test_steps_are_timed_within_epochs_only(monkeypatch: pytest.MonkeyPatch) -> 
     clock.resume()  # at 150, after a decision
     clock.see(5, 1)
     assert clock.take() == (2.0, 1)
+
+
+class Behind(Peers):
+    """Reading a mean waits 8 seconds for a device."""
+
+    now = 0.0
+
+    def _packed(self, rows: Iterable[Sequence[float]]) -> torch.Tensor:
+        Behind.now += 8.0
+        return torch.tensor(list(rows), dtype=torch.float64).mean(0)
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", [1, 1, 1, 1]), ("cuda", [9, 9, 5, 3])])
+def test_steps_on_cuda_last_until_the_device_has_done_them(
+    monkeypatch: pytest.MonkeyPatch, device: str, seconds: list[float]
+) -> None:
+    """The host takes a second for a step, and decides after 1, 2, 4 and 8 steps."""
+    monkeypatch.setattr("time.perf_counter", lambda: Behind.now)
+    asked, made = Asks(Needs(seconds=True)), training(None, workers=1)
+    control, peers = ControlLoop(asked, made.workers), Behind(True, torch.device(device))
+    control.attach()
+    for _ in range(9):
+        control.decide(0, [made.sgd], lambda: Moment({}), peers)
+        made.step(np.ones((1, 4096)))
+        Behind.now += 1.0
+    assert [told.step_seconds for told in asked.told[1:]] == seconds
 
 
 def test_validation_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

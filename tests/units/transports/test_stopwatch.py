@@ -1,7 +1,6 @@
-"""A stopwatch keeps no more CUDA events than the device is behind; events here are pretended."""
+"""A stopwatch keeps no more CUDA events than a pretended device is behind."""
 
 import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -11,40 +10,15 @@ from lightning_gc.core.flow import Flow, Reply, Request
 from lightning_gc.transports import Recording, Transport
 from lightning_gc.transports.accounting import Stopwatch
 from lightning_gc.transports.simulated import Ledger
-
-CUDA = torch.device("cuda", 0)
-
-
-class Event:
-    """Ends when the device, which does one second of work between two events, has come to it."""
-
-    live: weakref.WeakSet[Any]
-    made = done = 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-        Event.live.add(self)
-
-    def record(self) -> None:
-        Event.made += 1
-        self.number = Event.made
-
-    def query(self) -> bool:
-        return self.number <= Event.done
-
-    def synchronize(self) -> None:
-        Event.done = max(Event.done, self.number)
-
-    def elapsed_time(self, later: Any) -> float:
-        assert self.query()
-        assert later.query(), "not yet known"
-        return 1e3 * float(later.number - self.number)
+from tests.support.pretended_cuda import CUDA, PretendedCuda
 
 
 @pytest.fixture(autouse=True)
-def events(monkeypatch: pytest.MonkeyPatch) -> None:
-    Event.live, Event.made, Event.done = weakref.WeakSet(), 0, 0
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
+    """Return a device that does one second of work between two events."""
+    found = PretendedCuda(monkeypatch)
+    found.pace = 1.0
+    return found
 
 
 class Silent(Transport):
@@ -60,7 +34,7 @@ def nothing() -> Flow:
     yield from ()
 
 
-def test_who_does_not_ask_for_seconds_makes_no_events() -> None:
+def test_who_does_not_ask_for_seconds_makes_no_events(cuda: PretendedCuda) -> None:
     """A run without a monitor."""
     recording = Recording(Silent())
     for _ in range(100):
@@ -69,19 +43,19 @@ def test_who_does_not_ask_for_seconds_makes_no_events() -> None:
     ledger.compute.start(CUDA)
     ledger.compute.lap("compute")
     ledger.run([nothing()], CUDA)
-    assert Event.made == 0
+    assert cuda.made == 0
     assert recording.take().seconds == {}
 
 
-def test_events_end_though_nobody_takes_the_seconds() -> None:
+def test_events_end_though_nobody_takes_the_seconds(cuda: PretendedCuda) -> None:
     watch = Stopwatch()
     watch.timing = True
     for _ in range(1000):
         watch.start(CUDA)
         for phase in ("compress", "communicate", "decode"):
             watch.lap(phase)
-        Event.done = Event.made - 8  # the device is two rounds behind
-    assert len(Event.live) <= 13
+        cuda.reached = cuda.queued - 8  # the device is two rounds behind
+    assert len(cuda.events) <= 13
     assert watch.take() == {"compress": 1000.0, "communicate": 1000.0, "decode": 1000.0}
     assert watch.take() == {}
 
