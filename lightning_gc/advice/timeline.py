@@ -1,4 +1,4 @@
-"""Timeline of a training step: DDP's buckets, forward and backward pass, exchange, optimizer.
+"""Timeline of a training step: forward and backward pass, exchange of buckets, optimizer.
 
 Pure arithmetic. One thread exchanges the buckets in order, each as soon as its last gradient is
 ready. If that thread and the backward pass share cores, its computation slows the pass down.
@@ -8,45 +8,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-Layout = tuple[range, ...]
-"""Positions of parameters in each bucket, in the order of readiness."""
-
-MIB = 1 << 20
-DEFAULT_CAPS = (MIB, 25 * MIB)
-"""DDP's defaults: the first bucket is small, so that the exchange begins early."""
-
-
-def caps(bucket_cap_mb: float | None) -> tuple[int, ...]:
-    """Return DDP's limits in bytes for its argument; None is the default."""
-    return DEFAULT_CAPS if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),)
-
-
-def layout(nbytes: Sequence[int], limits: Sequence[int]) -> Layout:
-    """Return the buckets that DDP makes after its first step.
-
-    Gradients are added to a bucket until it reaches its limit, so the last one may exceed it.
-
-    Args:
-        nbytes: of each gradient, in order of readiness.
-        limits: of the first bucket, the second and so on; the last one holds for all others.
-    """
-    buckets: list[range] = []
-    start = size = 0
-    for position, more in enumerate(nbytes):
-        size += more
-        if size >= limits[min(len(buckets), len(limits) - 1)]:
-            buckets.append(range(start, position + 1))
-            start, size = position + 1, 0
-    if start < len(nbytes):
-        buckets.append(range(start, len(nbytes)))
-    return tuple(buckets)
+from lightning_gc.exchange.bucketing import Layout
 
 
 def segments(nbytes: Sequence[int], layouts: Iterable[Layout], alone: float) -> Layout:
     """Return consecutive segments such that every bucket of every layout consists of some of them.
 
     Args:
-        nbytes: as for ``layout``.
+        nbytes: as for ``bucketing.layout``.
         layouts: one for each cap.
         alone: a gradient of at least this number of bytes is a segment by itself.
     """

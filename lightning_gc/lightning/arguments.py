@@ -1,15 +1,23 @@
-"""Refuse arguments that register another DDP hook, are unknown, or need a DDP wrapper."""
+"""Refuse arguments that register another DDP hook, are unknown, or need a DDP wrapper.
+
+Choose DDP's ``bucket_cap_mb`` on CUDA.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
+from lightning_gc.core.notices import say
 from lightning_gc.core.settings import parameters_of, unknown_argument
+from lightning_gc.exchange.bucketing import cap_on_cuda, caps, layout
+from lightning_gc.lightning.api import StrategyAPI
 
 ELSEWHERE = {"error_feedback": "; memory=NoMemory() turns it off, memory=ErrorFeedback() on"}
 """``elsewhere`` of strategies; see ``Settings``."""
@@ -58,6 +66,38 @@ def refuse_wrapper_arguments(owner: str, given: Iterable[str], *, wraps: bool = 
                 f"{owner}({name}=...): that is for DistributedDataParallel, in which nothing is "
                 f"wrapped here; leave it out."
             )
+
+
+@contextlib.contextmanager
+def bucket_size(strategy: StrategyAPI, module: nn.Module) -> Iterator[None]:
+    """Within the body, give DDP a ``bucket_cap_mb`` on CUDA, unless the user gives a size.
+
+    The size follows from the shapes, so it is equal on all workers. If it is not DDP's, worker 0
+    logs it.
+
+    Args:
+        strategy: with the user's arguments of DDP.
+        module: to be wrapped.
+    """
+    given = strategy._ddp_kwargs
+    named = ("bucket_cap_mb", "bucket_cap_mb_list")  # the list since torch 2.13
+    if strategy.root_device.type != "cuda" or any(given.get(n) is not None for n in named):
+        yield
+        return
+    nbytes = [p.numel() * p.element_size() for p in module.parameters() if p.requires_grad][::-1]
+    cap = cap_on_cuda(nbytes)
+    if cap is not None and strategy.global_rank == 0:
+        ours, usual = (len(layout(nbytes, caps(each))) for each in (cap, None))
+        say(
+            "Buckets of %d MiB, %d in place of %d, because each takes the GPU's host time. "
+            "bucket_cap_mb sets another size.",
+            *(cap, ours, usual),
+        )
+    strategy._ddp_kwargs = given | {"bucket_cap_mb": cap}
+    try:
+        yield
+    finally:
+        strategy._ddp_kwargs = given  # another module may get another size
 
 
 def refuse_unknown(

@@ -17,7 +17,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import model_in_words
-from lightning_gc.lightning.arguments import refuse_other_hooks, refuse_unknown
+from lightning_gc.lightning.arguments import bucket_size, refuse_other_hooks, refuse_unknown
 from lightning_gc.lightning.base import RealWorker
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -56,7 +56,8 @@ class CompressedDDP(RealWorker):
             allowed. So it is with ``Identity``, ``Cast`` and compressors whose workers vote, such
             as ``SignSGD``, which compress every tensor.
         ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
-            ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ...
+            ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ... Without
+            ``bucket_cap_mb`` a GPU may get larger buckets than DDP's, by the model's size.
 
     Communication pattern:
         The hook queues each bucket for one background thread and returns a future at once; the
@@ -115,7 +116,8 @@ class CompressedDDP(RealWorker):
     def _setup_model(self, model: Any) -> DistributedDataParallel:
         """Wrap the module, after workers have compared theirs: DDP broadcasts by the own sizes."""
         check_agreement({}, Distributed(), self.root_device, model_in_words(model))
-        ddp: DistributedDataParallel = super()._setup_model(model)
+        with bucket_size(self, model):
+            ddp: DistributedDataParallel = super()._setup_model(model)
         return ddp
 
     def _register_ddp_hooks(self) -> None:

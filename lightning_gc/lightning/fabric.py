@@ -24,7 +24,12 @@ from lightning_gc.exchange.validation import check_agreement, check_controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import model_in_words
 from lightning_gc.flavours import FABRICS, EitherLightning, package_of
-from lightning_gc.lightning.arguments import ELSEWHERE, refuse_other_hooks, refuse_unknown
+from lightning_gc.lightning.arguments import (
+    ELSEWHERE,
+    bucket_size,
+    refuse_other_hooks,
+    refuse_unknown,
+)
 from lightning_gc.lightning.workarounds import Joining, PeerNaming, SingleTrainer
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -52,7 +57,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
             workers has changed, each begins with the mean of the errors.
         verify: as for ``CompressedDDPStrategy``; errors are raised by ``fabric.backward``.
         min_numel: as for ``CompressedDDPStrategy``.
-        ddp_kwargs: as for Fabric's ``DDPStrategy``.
+        ddp_kwargs: as for Fabric's ``DDPStrategy``, with the buckets of ``CompressedDDPStrategy``.
 
     Communication pattern:
         As ``CompressedDDPStrategy``: one background thread and process group for each module.
@@ -152,7 +157,8 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         self._refuse_rates_unknown(module)
         # DDP broadcasts by the own sizes of each.
         check_agreement({}, Distributed(), self.root_device, model_in_words(module))
-        ddp: DistributedDataParallel = super().setup_module(module)
+        with bucket_size(self, module):
+            ddp: DistributedDataParallel = super().setup_module(module)
         before = self._attached.pop(module, None)
         if before is not None:  # set up again, as for another phase of training
             before.close()
