@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -254,13 +255,14 @@ class Engine:
         recorder = Recorder(bucket) if layout is not None and layout.due else None
         inner = bucket if recorder is None else recorder.bucket
         note = Recorder.only_run if recorder is None else recorder.note
-        guard = note(lambda: self._open(inner))
+        guard = note(partial(self._open, inner))
         self._see_gradient(bucket)
         exchange = BucketExchange(inner, self.levels, self.scheme, guard, self.statistics)
         flow = self._exchange(inner, exchange, guard)
         yield from flow if recorder is None else recorder.follow(flow)
         self._see_error(bucket, exchange.error, exchange.norm_before)
-        note(lambda: self._close(inner, exchange))
+        close = partial(self._close, inner, exchange)
+        note(close if recorder is None else recorder.carried(close))
         if layout is not None and recorder is not None:
             self.statistics.tally.add(inner.tally)
             layout.compare(recorder, exchange.error)

@@ -8,10 +8,11 @@ ones are recorded anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -51,12 +52,13 @@ class RecordedExchange:
 
     def flow(self, step: int) -> Flow:
         """Exchange the bucket, in the step of this number."""
-        for span, request, reply in zip(self.exchange, self.requests, self.replies, strict=False):
+        *before, last = self.exchange
+        for span, request, reply in zip(before, self.requests, self.replies, strict=True):
             span.start(step)
             arrived = yield request
             if arrived is not reply:  # the transport has not received into its memory
                 _receive(reply, arrived)
-        self.exchange[-1].start(step)
+        last.start(step)
 
 
 def _receive(place: Reply, arrived: Reply) -> None:
@@ -84,7 +86,7 @@ class Recorder:
         self._spans: list[Span] = []
         self._requests: list[Request] = []
         self._replies: list[Reply] = []
-        self._state = _leaves(bucket.state)
+        self._state = {name: dict(kept) for name, kept in bucket.state.items()}
 
     def note(self, part: Callable[[], T]) -> T:
         """Run a part without requests."""
@@ -116,10 +118,39 @@ class Recorder:
                 request = resume(flow, reply)
         self._spans.append(self._tape.cut())
 
+    def carried(self, part: Callable[[], None]) -> Callable[[], None]:
+        """Return a part that also keeps the compressor's state where it was.
+
+        State that the flow has replaced is written there, for the next step to read it.
+        """
+
+        def close() -> None:
+            part()
+            self._carry()
+
+        return close
+
+    def _carry(self) -> None:
+        old, new = list[Tensor](), list[Tensor]()
+        for name, kept in self.bucket.state.items():
+            before = self._state[name]
+            for key, value in kept.items():
+                known = before.get(key)
+                if known is value or (not isinstance(value, Tensor) and known == value):
+                    continue
+                if not isinstance(known, Tensor) or not _alike(known, value):
+                    self._tape.refuse(f"{key} of the compressor's state changes")
+                    return
+                old.append(known)
+                new.append(value)
+                kept[key] = known
+            if before.keys() != kept.keys():
+                self._tape.refuse("the compressor's state has other entries")
+        if old:
+            torch._foreach_copy_(old, new)
+
     def seen(self) -> Any:
         """Return what was started, in a form that is equal in an equal step; None: unknown."""
-        if not _same(self._state, _leaves(self.bucket.state)):
-            self._tape.refuse("the compressor's state is another one")
         return None if self._tape.refused else self._tape.seen
 
     def made(self, error: Tensor) -> RecordedExchange:
@@ -137,16 +168,9 @@ def _into(request: Request, reply: Reply) -> Request:
     return request
 
 
-def _leaves(state: Mapping[str, Mapping[str, Any]]) -> list[Any]:
-    """Return names, tensors and numbers of a compressor's state."""
-    return tree_leaves([(name, sorted(kept), dict(kept)) for name, kept in state.items()])
-
-
-def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:
-    """Return whether a state has the same tensors and equal numbers."""
-    pairs = zip(before, after, strict=False)
-    equal = (a is b or (not isinstance(a, Tensor) and a == b) for a, b in pairs)
-    return len(before) == len(after) and all(equal)
+def _alike(one: Tensor, other: Any) -> bool:
+    """Return whether a tensor can take another one's numbers."""
+    return isinstance(other, Tensor) and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 class Recordings:

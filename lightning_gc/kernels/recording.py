@@ -47,15 +47,21 @@ class WatchedStep(int):
 
 def _watched(name: str) -> Callable[..., Any]:
     def read(step: WatchedStep, *others: Any) -> Any:
-        step.tape.refuse("the host reads the number of the step")
-        return getattr(int, name)(step, *others)
+        result = getattr(int, name)(step, *others)
+        if name not in _FINAL or result is not _FINAL[name]:
+            step.tape.refuse("the host reads the number of the step")
+        return result
 
     return read
 
 
-_BOTH = "add sub mul floordiv truediv mod divmod pow lshift rshift and or xor".split()
-_ALONE = "eq ne lt le gt ge hash bool int float index repr str format neg pos abs invert".split()
-for _name in [*_ALONE, *_BOTH, *(f"r{name}" for name in _BOTH)]:
+_FINAL = {"__lt__": False, "__le__": False, "__ge__": True, "__gt__": True}
+"""Comparisons and the result that they have in all later steps too."""
+_BOTH = ("add", "sub", "mul", "floordiv", "truediv", "mod", "divmod", "pow")
+_BITS = ("lshift", "rshift", "and", "or", "xor", "neg", "pos", "abs", "invert")
+_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool")
+_TURNED = ("int", "float", "index", "repr", "str", "format")
+for _name in (*_BOTH, *(f"r{name}" for name in _BOTH), *_BITS, *_COMPARED, *_TURNED):
     setattr(WatchedStep, f"__{_name}__", _watched(f"__{_name}__"))
 
 
@@ -104,7 +110,7 @@ class Tape(TorchDispatchMode):
         self.seen: list[Any] = []
         self.refused: str | None = None
         self._plain, self._left = step, most
-        self._span = Span()
+        self._span, self._listens = Span(), True
         self._made: dict[int, int] = {}  # memory -> its number
         self._kept: list[Tensor] = []  # else memory could be taken twice
 
@@ -117,6 +123,15 @@ class Tape(TorchDispatchMode):
                 yield
         finally:
             _running.tape = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Note nothing that the body starts, such as Triton's own work to start a kernel."""
+        self._listens = False
+        try:
+            yield
+        finally:
+            self._listens = True
 
     def cut(self) -> Span:
         """Return what has been started since the last cut."""
@@ -169,7 +184,7 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self.refused is None:
+        if self.refused is None and self._listens:
             self._note(func, args, kwargs, result)
         return result
 

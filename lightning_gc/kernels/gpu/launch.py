@@ -1,9 +1,9 @@
 """Declare and launch Triton kernels.
 
 They use only features of Triton 3.2 (torch 2.6). To equal the torch reference bit for bit, all are
-launched with ``prepared_launch.EXACT``, divide with ``div_rn`` (``/`` is approximate), and take no minimum or
-maximum of NaN, on which devices differ. Atomics are of integers only: their sums and maxima do not
-depend on the order.
+launched with ``prepared_launch.EXACT``, divide with ``div_rn`` (``/`` is approximate), and take no
+minimum or maximum of NaN, on which devices differ. Atomics are of integers only: their sums and
+maxima do not depend on the order.
 
 Triton compiles a variant of a kernel for each kind of argument: numbers that are 1 or multiples of
 16, tensors that begin at multiples of 16 bytes. Parameters lie anywhere in buckets and payloads
@@ -59,7 +59,8 @@ def launch(program: Any, grid: Sequence[int], *arguments: Any, **constants: Any)
         prepared_launch.start(program, grid, arguments, constants, may_prepare=True)
         return
     places, plain = tape.without_steps(arguments)
-    started = prepared_launch.start(program, grid, plain, constants, may_prepare=False)
+    with tape.aside():
+        started = prepared_launch.start(program, grid, plain, constants, may_prepare=False)
     seen = [recording.STEP if i in places else each for i, each in enumerate(arguments)]
     what = program.__name__, tuple(grid), tuple(constants.items())
     if started is None:

@@ -53,8 +53,8 @@ def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 7])
 def test_the_first_tile_of_the_largest_tensor(bits: int) -> None:
     """Which need not be there: a tile that is told of as many elements as there may be."""
-    from lightning_gc.kernels.gpu.prepared_launch import EXACT
     from lightning_gc.kernels.gpu.levels import GROUPS, round_and_pack, unpack_and_add
+    from lightning_gc.kernels.gpu.prepared_launch import EXACT
 
     x, numel = tensors(TILE)["normal"], MAX_NUMEL - 1
     norms, left, out = here(norms_of(x, TILE)), x.clone(), torch.zeros(TILE)
