@@ -1,6 +1,7 @@
-"""Exchanges as they are written beside recorded ones, on tensors that say they are on a GPU.
+"""Exchanges as they are written beside recorded ones, on a GPU or on tensors that say so.
 
-Triton's kernels run in its interpreter: set ``TRITON_INTERPRET=1`` before triton is imported.
+Without a GPU, Triton's kernels run in its interpreter: set ``TRITON_INTERPRET=1`` before triton is
+imported.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -18,17 +20,36 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+import lightning_gc as gc
+from lightning_gc import ErrorFeedback, NoMemory
+from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.core import Reply, Request
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.engine import Engine, recorded_exchange
+from lightning_gc.engine.statistics import EpochStatistics
 from lightning_gc.kernels import gpu
 from lightning_gc.kernels.gpu import prepared_launch
+from lightning_gc.memories import Memory
 from lightning_gc.transports.simulated import Simulated
 from tests.support import counted_waits
+from tests.support.bucket_kernels import gradient
 from tests.support.counted_waits import Accelerator, Elsewhere, on_device
 
 Shapes = Mapping[str, tuple[int, ...]]
 SHAPES: Shapes = {"a": (13, 40), "b": (7,), "c": (0, 5), "d": (129,), "e": (2, 300)}
+METHODS: list[Compressor] = [
+    *(gc.Cast(), gc.Identity(), gc.QSGD(4), gc.Uniform(9, block_size=64), gc.Int8(), gc.Float8()),
+    *(gc.TopK(0.05), gc.TopK(0.05, "bfloat16"), gc.ChunkedTopK(0.1, 64), gc.RandomK(0.1)),
+    *(gc.EFSignSGD(), gc.OneBitSGD(), gc.SignSGD(), gc.PowerSGD(2), gc.GradZip()),
+    gc.Quantised(gc.ChunkedTopK(0.1, 64), gc.BinMeans(2, 16)),
+]
+AS_WRITTEN: list[Compressor] = [gc.TernGrad(), gc.HardThreshold(1.0), gc.AtomoSVD()]
+"""Methods in which the host reads random numbers or lengths."""
+MEMORIES: list[Memory] = [
+    *(NoMemory(), ErrorFeedback(0.5, gain=0.5), ErrorFeedback(lr_aware=True)),
+    *(gc.LocalMomentum(), gc.MomentumCorrection(), gc.EF21(), gc.CSER(every=3)),
+]
 
 
 @contextlib.contextmanager
@@ -63,6 +84,30 @@ class _Copying(Simulated):
         return tree_map(Tensor.clone, super().fulfil(requests))  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where gradients lie and kernels run.
+
+    Attributes:
+        put: returns a copy of a tensor of the host.
+        held: returns what a tensor there holds, in the same memory, for torch to read.
+        around: makes a context in which exchanges run.
+    """
+
+    put: Callable[[Tensor], Tensor]
+    held: Callable[[Tensor], Tensor]
+    around: Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+PRETENDED = Place(on_device, counted_waits._held, kernels_elsewhere)
+GPU = Place(lambda tensor: tensor.to("cuda"), lambda tensor: tensor, torch.no_grad)
+
+
+def replays(engine: Engine) -> list[bool]:
+    """Return for each bucket whether its next step starts a recorded exchange."""
+    return [layout.recorded is not None for layout in engine._recordings._known.values()]
+
+
 class Group:
     """W engines that exchange one bucket, with gradients in the same memory in every step.
 
@@ -71,6 +116,8 @@ class Group:
         workers: W.
         recorded: whether exchanges may be recorded.
         copies: whether replies lie in other memory than what was sent.
+        place: where the gradients lie.
+        shapes: of the bucket's parameters.
 
     Attributes:
         grads: of the workers, ``(numel,)``.
@@ -84,42 +131,169 @@ class Group:
         *,
         recorded: bool,
         copies: bool = False,
+        place: Place = PRETENDED,
+        shapes: Shapes = SHAPES,
     ) -> None:
-        self.make, self.recorded = make, recorded
+        self.make, self.recorded, self.place, self.shapes = make, recorded, place, shapes
         self.kept: list[Tensor] = []
-        numel = sum(map(math.prod, SHAPES.values()))
-        with kernels_elsewhere():
+        numel = sum(map(math.prod, shapes.values()))
+        with place.around():
             self.engines = [make(worker, workers) for worker in range(workers)]
-            self.grads = [on_device(torch.zeros(numel)) for _ in self.engines]
+            self.grads = [place.put(torch.zeros(numel)) for _ in self.engines]
         self._transport = _Copying(workers) if copies else Simulated(workers)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
-        """Exchange gradients, ``(numel,)`` on the CPU for each worker; ``grads`` are the means."""
-        for place, gradient in zip(self.grads, gradients, strict=True):
-            place.held.copy_(gradient)  # type: ignore[attr-defined]
+        """Exchange gradients, ``(numel,)`` for each worker; ``grads`` are the means."""
+        for grad, local in zip(self.grads, gradients, strict=True):
+            self.place.held(grad).copy_(local)
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Exchange what is in ``grads``."""
         tries = recorded_exchange.TRIES if self.recorded else -1
-        with kernels_elsewhere(), mock.patch.object(recorded_exchange, "TRIES", tries):
-            flows = [e.flow(g, SHAPES) for e, g in zip(self.engines, self.grads, strict=True)]
-            self._transport.run(flows)
+        with self.place.around(), mock.patch.object(recorded_exchange, "TRIES", tries):
+            both = zip(self.engines, self.grads, strict=True)
+            self._transport.run([engine.flow(grad, self.shapes) for engine, grad in both])
         for engine in self.engines:
             engine.advance()
 
     @property
     def replays(self) -> list[bool]:
         """Whether each worker has a recorded exchange."""
-        known = [list(engine._recordings._known.values()) for engine in self.engines]
-        return [bool(k) and k[0].recorded is not None for k in known]
+        return [any(replays(engine)) for engine in self.engines]
 
     def everything(self) -> list[Tensor]:
         """Return the means, all errors, and bytes and elements counted."""
-        found = [grad.held for grad in self.grads]  # type: ignore[attr-defined]
+        found = list(map(self.place.held, self.grads))
         for engine in self.engines:
             if engine.statistics.epoch is not None:
-                with kernels_elsewhere():
+                with self.place.around():
                     state = engine.statistics.epoch.own_state()
                 found += [*state.pop("sums").values(), torch.tensor(list(state.values()))]
             for buffers in engine.buffers.named.values():
-                found += [counted_waits._held(each) for each in buffers.values()]
+                found += [self.place.held(each) for each in buffers.values()]
             found.append(torch.tensor(list(vars(engine.tally).values())))
         sent = [self._transport.sent_bytes, self._transport.message_bytes]
         return [*found, torch.tensor(sent)]
+
+
+def move(group: Group) -> None:
+    """Put the gradients elsewhere, as DDP's new buckets do."""
+    group.kept = list(group.grads)  # else the allocator could give the same memory
+    group.grads = [group.place.put(group.place.held(grad).clone()) for grad in group.grads]
+
+
+def change_levels(group: Group) -> None:
+    """Make the compressor tighter, or as it was."""
+    for engine in group.engines:
+        knob, levels = engine.compressor.traits.knob, engine.levels
+        if knob is not None:
+            levels.set(levels._first.level if levels.changed else knob.tightest)
+
+
+def leave_uncompressed(group: Group) -> None:
+    """Send everything uncompressed, or compress again."""
+    for engine in group.engines:
+        if engine.compressor.traits.knob is not None:
+            engine.levels.set(engine.levels._first.level if engine.levels.uncompressed else None)
+
+
+def measure(group: Group) -> None:
+    """Measure norms, as the monitor does in steps that it logs, or stop it."""
+    for engine in group.engines:
+        engine.statistics.norms_wanted = not engine.statistics.norms_wanted
+
+
+def resume(group: Group) -> None:
+    """Go on in new engines, as after a restart."""
+    with group.place.around():
+        for index, engine in enumerate(group.engines):
+            fresh = group.make(index, len(group.engines))
+            fresh.load_state_dict(engine.state_dict())
+            requested = engine.levels.requested()
+            if requested is not None:
+                fresh.levels.set(*requested)
+            fresh.statistics.tally.add(engine.tally)
+            group.engines[index] = fresh
+
+
+def scale(group: Group) -> None:
+    """Scale the loss, as float16 needs it."""
+    with group.place.around():
+        for engine in group.engines:
+            engine.begin_fit(revocable=True)
+            engine.prepare(group.place.put(torch.tensor(1024.0)), None)
+
+
+def rescale(group: Group) -> None:
+    """Change the scale in place, as a gradient scaler does."""
+    for engine in group.engines:
+        assert engine.loss_scaling.scale is not None
+        group.place.held(engine.loss_scaling.scale).mul_(0.5)
+
+
+def watch(group: Group) -> None:
+    """Let a controller's statistics see gradients and errors."""
+    for engine in group.engines:
+        engine.statistics.epoch = EpochStatistics("epoch sum", True, True, True)
+
+
+def rest(group: Group) -> None:
+    """Set a learning rate of 0, in which a step changes no error, or another one."""
+    for engine in group.engines:
+        now = engine.learning_rates.now.get("a", 0.1)
+        engine.prepare(engine.loss_scaling.scale, dict.fromkeys(SHAPES, 0.1 - now))
+
+
+KINDS = ("normal", "idle", "ties", "normal", "not finite", "huge", "idle")
+FORTY = {
+    **{6: move, 10: change_levels, 14: measure, 15: measure, 18: resume, 22: change_levels},
+    **{23: watch, 27: scale, 30: rescale, 33: rest, 34: rest, 35: leave_uncompressed},
+    36: leave_uncompressed,
+}
+FEW = {5: move, 10: change_levels, 15: resume}
+
+
+def run(
+    compressor: Compressor,
+    memory: Memory | None,
+    workers: int,
+    steps: int,
+    events: Mapping[int, Callable[[Group], None]],
+    **options: Any,
+) -> list[int]:
+    """Compare exchanges in every step; return in which ones recorded work was started."""
+
+    def make(worker: int, workers: int) -> Engine:
+        return Engine(layerwise(compressor), memory, worker=worker, workers=workers)
+
+    written = Group(make, workers, recorded=False, **options)
+    recorded = Group(make, workers, recorded=True, **options)
+    replayed = []
+    for step in range(steps):
+        for group in (written, recorded):
+            if step in events:
+                events[step](group)
+        kind = KINDS[step % len(KINDS)]
+        gradients = [_gradient(kind, worker, step) for worker in range(workers)]
+        before = recorded.replays
+        written.step(gradients)
+        recorded.step(gradients)
+        for ours, theirs in zip(recorded.everything(), written.everything(), strict=True):
+            assert _same(ours, theirs), (step, kind)
+        if all(before) and all(recorded.replays):
+            replayed.append(step)
+    return replayed
+
+
+def _gradient(kind: str, worker: int, step: int) -> Tensor:
+    flat = gradient(kind, list(SHAPES.values()), worker, step)
+    if kind == "not finite" and worker == 0:
+        flat[::50] = math.nan
+    return flat
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(
+        one.nan_to_num(7.0), other.nan_to_num(7.0)
+    )
