@@ -275,7 +275,7 @@ def run(
             if step in events:
                 events[step](group)
         kind = KINDS[step % len(KINDS)]
-        gradients = [_gradient(kind, worker, step) for worker in range(workers)]
+        gradients = [local_gradient(kind, worker, step) for worker in range(workers)]
         before = recorded.replays
         written.step(gradients)
         recorded.step(gradients)
@@ -286,7 +286,8 @@ def run(
     return replayed
 
 
-def _gradient(kind: str, worker: int, step: int) -> Tensor:
+def local_gradient(kind: str, worker: int, step: int) -> Tensor:
+    """Return a worker's gradient of one of ``KINDS``, ``(numel,)`` on the host."""
     flat = gradient(kind, list(SHAPES.values()), worker, step)
     if kind == "not finite" and worker == 0:
         flat[::50] = math.nan
