@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
-import json
 import math
 import pstats
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -119,9 +117,6 @@ def cost(bucket: LoneBucket) -> Cost:
     return Cost(calls, _stub.launches - before)
 
 
-Way = Callable[[], contextlib.AbstractContextManager[Callable[[str], LoneBucket]]]
-
-
 @contextlib.contextmanager
 def by_triton() -> Iterator[Callable[[str], LoneBucket]]:
     """Yield a maker of buckets whose kernels Triton starts."""
@@ -144,7 +139,7 @@ def recorded() -> Iterator[Callable[[str], LoneBucket]]:
     yield run_in
 
 
-WAYS: tuple[Way, ...] = (by_triton, as_written, recorded)
+WAYS = (by_triton, as_written, recorded)
 
 
 def run_in(name: str, device: torch.device = META, numel: int = 6_500_000) -> LoneBucket:
@@ -187,25 +182,3 @@ def differences(name: str) -> tuple[list[str], int]:
         if by != ours:
             found.append(f"{program.__name__}: {by} by Triton, {ours} when prepared")
     return found, len(calls)
-
-
-def main() -> None:
-    """Write all counts and differences as JSON, for a test."""
-    prepare()
-    result: dict[str, Any] = {}
-    with torch.no_grad():
-        for name in METHODS:
-            costs = []
-            for way in WAYS[1:]:
-                with way() as bucket_of:
-                    costs.append(asdict(cost(bucket_of(name))))
-            different, compared = differences(name)
-            result[name] = {
-                **{"written": costs[0], "recorded": costs[1]},
-                **{"different": different, "compared": compared},
-            }
-    sys.stdout.write(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
