@@ -3,12 +3,12 @@
 Triton's own run-time starts the kernels, over a driver that does nothing (``driver_stub``). Tensors
 are on ``meta``: torch makes and cuts them in C++, and nothing is computed. Not in the figures: the
 driver's own 2 to 4 µs a launch, CUDA's allocator (0.5 µs an allocation more than here),
-collectives, streams and DDP's hook.
+collectives, streams and DDP's hook. It needs gcc.
 
 A bucket has 6.5 million elements in nine parameters, of one worker. It is compressed, laid out as a
 message, and decoded. Each row has the microseconds of a bucket as it is written with Triton's own
 launches, with prepared launches, and recorded; what the recorded launches alone take; and how many
-calls of Python's functions a bucket makes.
+functions a bucket calls.
 
     python benchmarks/launch_cost.py --methods "TopK(0.01)" --profile
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import math
 import os
 import pstats
 import sys
@@ -29,60 +28,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import dated_page
 import torch
 
-import lightning_gc as gc
-from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.per_parameter import by_default
-from lightning_gc.core import Exchange
-from lightning_gc.core.flow import resume
-from lightning_gc.engine import Engine, recorded_exchange
 from lightning_gc.methods.text_table import markdown
-from tests.support import counted_waits, driver_stub
+from tests.support import launch_cost
+from tests.support.launch_cost import METHODS, LoneBucket
 
-META = torch.device("meta")
-METHODS: dict[str, Compressor] = {
-    "Identity()": gc.Identity(),
-    "Cast()": gc.Cast(),
-    "QSGD(4)": gc.QSGD(4),
-    "EFSignSGD()": gc.EFSignSGD(),
-    "RandomK(0.01)": gc.RandomK(0.01),
-    "TopK(0.01)": gc.TopK(0.01),
-    "ChunkedTopK()": gc.ChunkedTopK(),
-    "PowerSGD(2)": gc.PowerSGD(2),
-    "Quantised(ChunkedTopK(), BinMeans(2))": gc.Quantised(gc.ChunkedTopK(), gc.BinMeans(2)),
-}
 HEADER = (
-    *("method", "kernels", "Triton's launches", "prepared", "recorded", "launches alone"),
-    *("calls as written", "calls recorded"),
+    *("method", "kernels", "Triton's launches, µs", "prepared, µs", "recorded, µs"),
+    *("launches alone, µs", "calls as written", "calls recorded"),
 )
-
-
-class Bucket:
-    """One worker's exchange of one bucket with itself."""
-
-    def __init__(self, compressor: Compressor, parameters: int = 9, numel: int = 6_500_000) -> None:
-        rows = max(1, numel // parameters // 768)
-        self.shapes = {f"p{i}": (rows, 768) for i in range(parameters)}
-        self.engine = Engine(by_default(compressor))
-        self.grad = torch.empty(sum(map(math.prod, self.shapes.values())), device=META)
-
-    def __call__(self) -> None:
-        flow = self.engine.flow(self.grad, self.shapes)
-        request = next(flow, None)
-        while request is not None:
-            if isinstance(request, gc.core.Gather | Exchange):
-                own = request.payloads[0] if isinstance(request, Exchange) else request.tensors
-                request = resume(flow, [list(own)])
-            else:
-                request = resume(flow, list(request.tensors))
-        self.engine.advance()
-
-
-def record(bucket: Bucket) -> None:
-    """Run a bucket until it is recorded, or as often as that is tried."""
-    for _ in range(recorded_exchange.TRIES + 2):
-        bucket()
 
 
 def microseconds(function: Callable[[], Any], rounds: int) -> float:
@@ -96,43 +52,16 @@ def microseconds(function: Callable[[], Any], rounds: int) -> float:
     return 1e6 * min(times)
 
 
-def calls(function: Callable[[], Any]) -> int:
-    """Return how many functions a call enters, of Python and of C."""
-    profile = cProfile.Profile()
-    profile.enable()
-    function()
-    profile.disable()
-    found: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
-    return found
-
-
-def row(name: str, stub: driver_stub.Stub, rounds: int, *, profile: bool) -> list[str]:
+def row(name: str, rounds: int, *, profile: bool) -> list[str]:
     """Measure one method."""
-    from lightning_gc.kernels.gpu import prepared_launch
-
-    cells, counted = [name], list[int]()
-    tries, recorded_exchange.TRIES = recorded_exchange.TRIES, -1
-    for trusted in (False, True):
-        prepared_launch._trusted = trusted
-        bucket = Bucket(METHODS[name])
-        for _ in range(5):
-            bucket()
-        before = stub.launches
-        bucket()
-        kernels = stub.launches - before
-        cells.append(f"{microseconds(bucket, rounds):.0f}")
-        counted.append(calls(bucket))
-    recorded_exchange.TRIES = tries
-    bucket = Bucket(METHODS[name])
-    record(bucket)
-    cells.append(f"{microseconds(bucket, rounds):.0f}")
-    counted.append(calls(bucket))
-    known = [each.recorded for each in bucket.engine._recordings._known.values()]
-    if known and known[0] is not None:
-        spans = [known[0].opening, *known[0].exchange, known[0].closing]
-        cells.append(f"{microseconds(lambda: [span.start(1) for span in spans], rounds):.1f}")
-    else:
-        cells.append("not recorded")
+    times, counts = list[float](), list[launch_cost.Cost]()
+    for way in launch_cost.WAYS:
+        with way() as bucket_of:
+            bucket = bucket_of(name)
+            counts.append(launch_cost.cost(bucket))
+            times.append(microseconds(bucket, rounds))
+    cells = [name, str(counts[0].launches), *(f"{each:.0f}" for each in times)]
+    cells.append(_alone(bucket, rounds))
     if profile:
         watched = cProfile.Profile()
         watched.enable()
@@ -140,26 +69,43 @@ def row(name: str, stub: driver_stub.Stub, rounds: int, *, profile: bool) -> lis
             bucket()
         watched.disable()
         pstats.Stats(watched).sort_stats("tottime").print_stats(30)
-    return [cells[0], str(kernels), *cells[1:], str(counted[1]), str(counted[2])]
+    return [*cells, str(counts[1].calls), str(counts[2].calls)]
+
+
+def _alone(bucket: LoneBucket, rounds: int) -> str:
+    """Return the time of the recorded launches without anything else."""
+    recorded = bucket.recorded
+    if recorded is None:
+        return "not recorded"
+    spans = [recorded.opening, *recorded.exchange, recorded.closing]
+
+    def launches() -> None:
+        for span in spans:
+            span.start(1)
+
+    return f"{microseconds(launches, rounds):.1f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--rounds", type=int, default=600)
     parser.add_argument("--profile", action="store_true", help="show where the calls are")
+    parser.add_argument("--out", type=Path, default=dated_page.RESULTS, help="folder")
     options = parser.parse_args(arguments)
-    stub = driver_stub.in_new_folder()
-    from lightning_gc.kernels.gpu import prepared_launch
-
-    gc.core.Bucket.generator = counted_waits.generator  # torch has none for meta
-    prepared_launch.equal = lambda one, other: True  # nothing is computed on meta
+    launch_cost.prepare()
     with torch.no_grad():
-        rows = []
-        for name in options.methods:
-            rows.append(row(name, stub, options.rounds, profile=options.profile))
-            print(" ".join(rows[-1]), flush=True)
-    print(markdown(HEADER, rows))
+        rows = [row(name, options.rounds, profile=options.profile) for name in options.methods]
+    text = f"""{dated_page.title("What a bucket costs the host of a GPU")}
+
+`python benchmarks/launch_cost.py` with {dated_page.versions("torch", "triton")}, on a machine
+without a GPU: one worker's bucket of 6.5 million elements in nine parameters. The driver, CUDA's
+allocator and collectives are not included.
+
+{markdown(HEADER, rows)}"""
+    dated_page.say(text)
+    dated_page.write(options.out, "launch_cost", text)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from lightning_gc.engine.recorded_exchange import (
     Recordings,
 )
 from lightning_gc.engine.statistics import Statistics
-from lightning_gc.kernels import dispatch, recording
+from lightning_gc.kernels import dispatch
 from lightning_gc.kernels.segments import clean
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -193,7 +193,8 @@ class Engine:
         """Start the recorded exchange of an equal step again, or run it as it is written."""
         if self.rounds.opened != step:
             self._open_round(step)
-        layout = self._layout(grad, shapes, wanted)
+        on_host = grad.device.type == "cpu"  # where values decide what is done
+        layout = None if on_host else self._layout(grad, shapes, wanted)
         if layout is not None and layout.recorded is not None:
             yield from self._again(layout.recorded, grad, shapes, step)
         else:
@@ -220,18 +221,18 @@ class Engine:
         self, grad: Tensor, shapes: Mapping[str, tuple[int, ...]], wanted: bool
     ) -> RecordedLayout | None:
         """Return what is recorded of a bucket, or None if its step cannot be."""
-        if grad.device.type == "cpu" or self.statistics.norms_wanted or self.reads_weights:
+        if self.statistics.norms_wanted or self.reads_weights:
             return None
         rates = self.learning_rates.now
         if self.levels.traits.reads_model or (self.memory.lr_aware and 0 in rates.values()):
             return None
+        kept = self.loss_scaling.scale, self.compressor_state, self.padding
         situation = (
-            *(grad.data_ptr(), grad.dtype, tuple(shapes.values()), wanted),
-            *(self.levels.compressor, self.levels.uncompressed, self.buffers.loads),
-            *(id(self.loss_scaling.scale), id(self.compressor_state), id(self.padding)),
-            *(self.worker, self.workers, self.peers, recording.queue_of(grad.device)),
+            *(grad.dtype, tuple(shapes.values()), wanted, self.worker, self.workers, self.peers),
+            *(self.levels.compressor, self.levels.uncompressed, self.buffers.replaced),
+            *(*map(id, kept), dispatch.queue_of(grad.device)),
         )
-        return self._recordings.of(tuple(shapes), situation)
+        return self._recordings.of(tuple(shapes), grad.data_ptr(), situation, kept)
 
     def _again(
         self,
@@ -252,18 +253,21 @@ class Engine:
         self.statistics.tally.add(recorded.tally)
 
     def _written(self, bucket: Bucket, layout: RecordedLayout | None) -> Flow:
-        recorder = Recorder(bucket) if layout is not None and layout.due else None
+        recorder = Recorder(bucket) if layout is not None and layout.is_due() else None
         inner = bucket if recorder is None else recorder.bucket
-        note = Recorder.only_run if recorder is None else recorder.note
-        guard = note(partial(self._open, inner))
+        open_ = partial(self._open, inner)
+        guard = open_() if recorder is None else recorder.note(open_)
         self._see_gradient(bucket)
         exchange = BucketExchange(inner, self.levels, self.scheme, guard, self.statistics)
         flow = self._exchange(inner, exchange, guard)
         yield from flow if recorder is None else recorder.follow(flow)
-        self._see_error(bucket, exchange.error, exchange.norm_before)
+        if self.statistics.epoch is not None or exchange.norm_before is not None:
+            self._see_error(bucket, exchange.error, exchange.norm_before)
         close = partial(self._close, inner, exchange)
-        note(close if recorder is None else recorder.carried(close))
-        if layout is not None and recorder is not None:
+        if recorder is None or layout is None:
+            close()
+        else:
+            recorder.note(recorder.carried(close))
             self.statistics.tally.add(inner.tally)
             layout.compare(recorder, exchange.error)
 
@@ -312,8 +316,7 @@ class Engine:
 
     def _see_error(self, bucket: Bucket, error: Tensor, before: Tensor | None) -> None:
         rates = self.learning_rates.now if self.memory.buffers else None
-        if self.statistics.epoch is not None or before is not None:
-            self.statistics.see_error(bucket, error, before, rates)
+        self.statistics.see_error(bucket, error, before, rates)
 
     def _close(self, bucket: Bucket, exchange: BucketExchange) -> None:
         """Write the mean in the gradient's own units."""

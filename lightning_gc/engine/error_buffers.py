@@ -31,7 +31,7 @@ class Buffers(abc.ABC):
         named: parameter name -> buffer -> tensor in the parameter's shape: a view, or float32 that
             is made when it is asked for.
         layouts: places of the buckets' parameters, on the host and on the device.
-        loads: how often the contents have been replaced.
+        replaced: how often the contents have been replaced.
     """
 
     named: Mapping[str, Mapping[str, Tensor]]
@@ -39,7 +39,7 @@ class Buffers(abc.ABC):
     def __init__(self, buffers: tuple[str, ...]) -> None:
         self.buffers = buffers
         self.layouts = Layouts()
-        self.loads = 0
+        self.replaced = 0
 
     @abc.abstractmethod
     def flat(self, bucket: Bucket) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class ErrorBuffers(Buffers):
     def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace the contents by copies."""
         self._flat.clear()
-        self.loads += 1
+        self.replaced += 1
         self.named = {
             name: {b: _wide(t.detach().clone()) for b, t in tensors.items() if b in self.buffers}
             for name, tensors in named.items()
@@ -213,7 +213,7 @@ class NarrowBuffers(Buffers):
     def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace the contents by copies, rounded where they have not been restored before."""
         self._flat.clear()
-        self.loads += 1
+        self.replaced += 1
         parts = {
             name: {b: self._part(t.detach()) for b, t in tensors.items() if b in self.buffers}
             for name, tensors in named.items()

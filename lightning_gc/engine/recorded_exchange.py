@@ -14,15 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_gc.core import Bucket, Exchange, Flow, Gather, Reply, Request, Tally
 from lightning_gc.core.flow import Arrived, resume
-from lightning_gc.kernels.recording import Span, Tape
+from lightning_gc.kernels.recording import Span, Tape, tensors_of
 
 TRIES = 8
-"""Steps of a layout that are recorded, at most, until two are equal. Recording one is slow."""
-KEPT = 2.5
+"""Steps of a bucket that are recorded at first, until two are equal."""
+KEPT = 1.75
 """Bytes of the tensors that a recording keeps, at most, in gradients of the bucket."""
 SMALL = 1 << 20
 """Bytes that it may keep in any case."""
@@ -95,11 +94,6 @@ class Recorder:
         self._spans.append(self._tape.cut())
         return result
 
-    @staticmethod
-    def only_run(part: Callable[[], T]) -> T:
-        """Run a part without noting it."""
-        return part()
-
     def follow(self, flow: Flow) -> Flow:
         """Run a flow."""
         with self._tape.runs():
@@ -107,13 +101,13 @@ class Recorder:
         while request is not None:
             self._spans.append(self._tape.cut())
             tensors = request.payloads if isinstance(request, Exchange) else request.tensors
-            self._tape.asks(type(request).__name__, tree_leaves(tensors))
+            self._tape.asks(type(request).__name__, tensors_of(tensors))
             if getattr(request, "limits", None) is not None:
                 self._tape.refuse("lengths vary")
             reply = yield request
             self._requests.append(request)
             self._replies.append(reply)
-            self._tape.arrives(tree_leaves(reply))
+            self._tape.arrives(tensors_of(reply))
             with self._tape.runs():
                 request = resume(flow, reply)
         self._spans.append(self._tape.cut())
@@ -179,18 +173,27 @@ class Recordings:
     def __init__(self) -> None:
         self._known: dict[tuple[str, ...], RecordedLayout] = {}
 
-    def of(self, names: tuple[str, ...], situation: tuple[Any, ...]) -> RecordedLayout:
-        """Return what is known of a bucket; nothing, if the step differs from the one before.
+    def __reduce__(self) -> tuple[type[Recordings], tuple[()]]:
+        """Leave out what has addresses of this process."""
+        return type(self), ()
+
+    def of(
+        self, names: tuple[str, ...], place: int, situation: tuple[Any, ...], kept: tuple[Any, ...]
+    ) -> RecordedLayout:
+        """Return what is known of a bucket, in a step like the one before or in a new one.
 
         Args:
             names: of the bucket's parameters.
-            situation: all that decides what is started.
+            place: address of its gradient.
+            situation: all else that decides what is started.
+            kept: objects that ``situation`` has by their address, which must not be used again.
         """
         layout = self._known.get(names)
         if layout is None or layout.situation != situation:
             new = set(names)
             self._known = {n: kept for n, kept in self._known.items() if new.isdisjoint(n)}
-            layout = self._known[names] = RecordedLayout(situation)
+            layout = self._known[names] = RecordedLayout(situation, kept)
+        layout.enter(place)
         return layout
 
 
@@ -201,17 +204,34 @@ class RecordedLayout:
         recorded: the exchange, once two steps were equal.
     """
 
-    def __init__(self, situation: tuple[Any, ...]) -> None:
-        self.situation = situation
+    def __init__(self, situation: tuple[Any, ...], kept: tuple[Any, ...]) -> None:
+        self.situation, self._kept = situation, kept
         self.recorded: RecordedExchange | None = None
-        self._steps = 0
-        self._seen: Any = None
+        self._place = -1
+        self._seen: Any = None  # in the step before, if it was recorded
+        self._written = self._tried = self._repeated = 0  # steps
 
-    @property
-    def due(self) -> bool:
-        """Whether a step that begins is to be recorded: not the first one, and not for ever."""
-        self._steps += 1
-        return 1 < self._steps <= TRIES + 1
+    def enter(self, place: int) -> None:
+        """Begin a step with the gradient at this address; at another one, record anew."""
+        if place != self._place:
+            self.recorded, self._seen, self._place, self._written = None, None, place, 0
+        if self.recorded is None:
+            self._written += 1
+        else:
+            self._repeated += 1
+
+    def is_due(self) -> bool:
+        """Return whether a step that is run as it is written is to be recorded.
+
+        Not the first one, which may compile kernels and lay out buffers. Recording takes longer, so
+        it is not tried again and again: at first, as long as it has paid, and now and then.
+        """
+        if self._written == 1:
+            return False
+        paid = self._tried < TRIES + self._repeated // 4
+        later = (self._written & -2).bit_count() == 1  # 2 and 3, 4 and 5, 8 and 9, 16 and 17, ...
+        self._tried += paid or later
+        return paid or later
 
     def compare(self, recorder: Recorder, error: Tensor) -> None:
         """Keep a recorded step if the one before was equal."""

@@ -386,6 +386,24 @@ def family(name: str, tensor: Tensor) -> ModuleType:
     return _module(f"{'gpu' if fused(tensor, name) else 'host'}.{name}")
 
 
+def launcher() -> ModuleType:
+    """Return what starts Triton's kernels."""
+    return _module("gpu.prepared_launch")
+
+
+def queue_of(device: torch.device) -> tuple[int, bool]:
+    """Return where this thread queues kernels, and whether a profiler is told of each of them."""
+    if device.type != "cuda" or not _has_triton():
+        return 0, False
+    found: tuple[int, bool] = launcher().queue_of(device.index)
+    return found
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 def may_compile(device: torch.device) -> bool:
     """Return whether kernels are compiled when they are first used for tensors of ``device``."""
     return find_spec("numba" if device.type == "cpu" else "triton") is not None

@@ -11,18 +11,18 @@ step, unless it is handed to a kernel.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lightning_gc.kernels import dispatch
 
 Write = tuple[Callable[..., None], tuple[Any, ...]]
 """A function that writes a step's number for a kernel, and its first arguments."""
@@ -85,9 +85,7 @@ class Span:
             write(*place, step)
         for call, given in self._calls:
             if error := call(*given):
-                from lightning_gc.kernels.gpu.prepared_launch import fail
-
-                fail(error)
+                dispatch.launcher().fail(error)
 
 
 class Tape(TorchDispatchMode):
@@ -112,6 +110,7 @@ class Tape(TorchDispatchMode):
         self._plain, self._left = step, most
         self._span, self._listens = Span(), True
         self._made: dict[int, int] = {}  # memory -> its number
+        self._given: set[int] = set()  # memory that was there before
         self._kept: list[Tensor] = []  # else memory could be taken twice
 
     @contextmanager
@@ -146,13 +145,19 @@ class Tape(TorchDispatchMode):
     def asks(self, request: str, tensors: Sequence[Tensor]) -> None:
         """Take note of a request."""
         self._kept += tensors
+        self._given |= set(map(_memory, tensors))
         self.seen.append((request, [self._form(tensor) for tensor in tensors]))
 
     def arrives(self, tensors: Sequence[Tensor]) -> None:
-        """Take note of tensors in which others have written."""
+        """Take note of tensors that have been made, or in which others have written."""
         for tensor in tensors:
-            self._made.setdefault(_memory(tensor), len(self._made))
-            self._kept.append(tensor)
+            memory = _memory(tensor)
+            if memory not in self._made:
+                self._made[memory] = len(self._made)
+                self._left -= 0 if memory in self._given else tensor.untyped_storage().nbytes()
+        self._kept += tensors
+        if self._left < 0:
+            self.refuse("its tensors would need too much memory")
 
     def without_steps(self, arguments: Sequence[Any]) -> tuple[list[int], list[Any]]:
         """Return where the step is among a kernel's arguments, and them with a plain number."""
@@ -204,18 +209,12 @@ class Tape(TorchDispatchMode):
         elif name in _SAME or any(each.alias_info is not None for each in schema.returns):
             return
         else:
-            self._makes(outputs)
+            self.arrives(outputs)
             if name in _EMPTY:
                 return
             zeros = name in _ZEROS
             again = partial(_zero if zeros else _write, outputs, func, args, kwargs)
         self.add(again, (), (), name, (args, kwargs, outputs))
-
-    def _makes(self, tensors: Sequence[Tensor]) -> None:
-        self._left -= sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        if self._left < 0:
-            self.refuse("its tensors would need too much memory")
-        self.arrives(tensors)
 
     def _form(self, leaf: Any) -> Any:
         """Return what is equal in an equal step: of a tensor the place, of others themselves."""
@@ -226,24 +225,12 @@ class Tape(TorchDispatchMode):
         return at, leaf.dtype, leaf.shape, leaf.stride()
 
 
-def queue_of(device: torch.device) -> tuple[int, bool]:
-    """Return where work of this thread is queued, and whether a profiler watches Triton.
-
-    Recorded launches are for one stream of the device.
-    """
-    return _queue()(device.index) if device.type == "cuda" else (0, False)
-
-
-@functools.cache
-def _queue() -> Callable[[int], tuple[int, bool]]:
-    if find_spec("triton") is None:
-        return lambda index: (0, False)  # torch's operations find their stream
-    from triton.runtime import driver
-
-    from lightning_gc.kernels.gpu.prepared_launch import hooked
-
-    stream = driver.active.get_current_stream
-    return lambda index: (stream(index), hooked())
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a request or reply; torch's trees do not enter a ``Packed``."""
+    if isinstance(value, Tensor):
+        return [value]
+    nested = value if isinstance(value, list | tuple) else ()
+    return [tensor for each in nested for tensor in tensors_of(each)]
 
 
 def running() -> Tape | None:

@@ -32,7 +32,7 @@ class Stub:
     """The library.
 
     Args:
-        folder: for it and for Triton's cache.
+        folder: for it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,12 +40,12 @@ class Stub:
         named = f"-Wl,-soname,{library.name}"
         build = ["gcc", "-O2", "-shared", "-fPIC", named, "-o", str(library), str(SOURCE)]
         subprocess.run(build, check=True)
+        (folder / "libcuda.so").symlink_to(library)  # with which Triton 3.2 links
         self._library: Any = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._library.stub_launches.restype = ctypes.c_long
         self._library.stub_seen.restype = ctypes.POINTER(ctypes.c_ubyte * 512)
         self._library.stub_dims.restype = ctypes.POINTER(ctypes.c_uint * 7)
         os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "cache"))
 
     @property
     def launches(self) -> int:

@@ -18,7 +18,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 import lightning_gc as gc
 from lightning_gc import ErrorFeedback, NoMemory
@@ -26,7 +25,8 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.core import Reply, Request
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.engine import Engine, recorded_exchange
+from lightning_gc.engine import Engine
+from lightning_gc.engine.recorded_exchange import RecordedLayout
 from lightning_gc.engine.statistics import EpochStatistics
 from lightning_gc.kernels import gpu
 from lightning_gc.kernels.gpu import prepared_launch
@@ -37,7 +37,11 @@ from tests.support.bucket_kernels import gradient
 from tests.support.counted_waits import Accelerator, Elsewhere, on_device
 
 Shapes = Mapping[str, tuple[int, ...]]
-SHAPES: Shapes = {"a": (13, 40), "b": (7,), "c": (0, 5), "d": (129,), "e": (2, 300)}
+BUCKETS: Sequence[Shapes] = (
+    {"a": (13, 40), "b": (7,), "c": (0, 5)},
+    {"d": (129,), "e": (2, 300)},
+)
+SHAPES: Shapes = {**BUCKETS[0], **BUCKETS[1]}
 METHODS: list[Compressor] = [
     *(gc.Cast(), gc.Identity(), gc.QSGD(4), gc.Uniform(9, block_size=64), gc.Int8(), gc.Float8()),
     *(gc.TopK(0.05), gc.TopK(0.05, "bfloat16"), gc.ChunkedTopK(0.1, 64), gc.RandomK(0.1)),
@@ -77,11 +81,23 @@ def _interpret(program: Any, grid: Sequence[int], arguments: Any, constants: Any
     program[tuple(grid)](*held, **constants)
 
 
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Record no exchange."""
+    with mock.patch.object(RecordedLayout, "is_due", return_value=False):
+        yield
+
+
 class _Copying(Simulated):
     """Returns tensors of its own, as a real transport does."""
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
-        return tree_map(Tensor.clone, super().fulfil(requests))  # type: ignore[no-any-return]
+        return [cloned(reply) for reply in super().fulfil(requests)]
+
+
+def cloned(value: Any) -> Any:
+    """Return a copy of a reply, in other memory."""
+    return value.clone() if isinstance(value, Tensor) else [cloned(each) for each in value]
 
 
 @dataclass(frozen=True)
@@ -109,7 +125,7 @@ def replays(engine: Engine) -> list[bool]:
 
 
 class Group:
-    """W engines that exchange one bucket, with gradients in the same memory in every step.
+    """W engines that exchange buckets, with gradients in the same memory in every step.
 
     Args:
         make: an engine for a worker's index and W.
@@ -117,10 +133,10 @@ class Group:
         recorded: whether exchanges may be recorded.
         copies: whether replies lie in other memory than what was sent.
         place: where the gradients lie.
-        shapes: of the bucket's parameters.
+        buckets: shapes of the parameters of each.
 
     Attributes:
-        grads: of the workers, ``(numel,)``.
+        grads: of the workers, ``(numel,)`` of all buckets.
         kept: tensors whose memory is not to be used again.
     """
 
@@ -132,14 +148,14 @@ class Group:
         recorded: bool,
         copies: bool = False,
         place: Place = PRETENDED,
-        shapes: Shapes = SHAPES,
+        buckets: Sequence[Shapes] = BUCKETS,
     ) -> None:
-        self.make, self.recorded, self.place, self.shapes = make, recorded, place, shapes
+        self.make, self.recorded, self.place, self.buckets = make, recorded, place, buckets
         self.kept: list[Tensor] = []
-        numel = sum(map(math.prod, shapes.values()))
+        self._sizes = [sum(map(math.prod, shapes.values())) for shapes in buckets]
         with place.around():
             self.engines = [make(worker, workers) for worker in range(workers)]
-            self.grads = [place.put(torch.zeros(numel)) for _ in self.engines]
+            self.grads = [place.put(torch.zeros(sum(self._sizes))) for _ in self.engines]
         self._transport = _Copying(workers) if copies else Simulated(workers)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
@@ -150,17 +166,20 @@ class Group:
 
     def exchange(self) -> None:
         """Exchange what is in ``grads``."""
-        tries = recorded_exchange.TRIES if self.recorded else -1
-        with self.place.around(), mock.patch.object(recorded_exchange, "TRIES", tries):
-            both = zip(self.engines, self.grads, strict=True)
-            self._transport.run([engine.flow(grad, self.shapes) for engine, grad in both])
+        written = contextlib.nullcontext() if self.recorded else as_written()
+        with self.place.around(), written:
+            cut = [grad.split(self._sizes) for grad in self.grads]
+            for index, shapes in enumerate(self.buckets):
+                pairs = zip(self.engines, cut, strict=True)
+                self._transport.run([engine.flow(own[index], shapes) for engine, own in pairs])
         for engine in self.engines:
             engine.advance()
 
     @property
     def replays(self) -> list[bool]:
-        """Whether each worker has a recorded exchange."""
-        return [any(replays(engine)) for engine in self.engines]
+        """Whether each worker has recorded all exchanges."""
+        known = map(replays, self.engines)
+        return [bool(each) and all(each) for each in known]
 
     def everything(self) -> list[Tensor]:
         """Return the means, all errors, and bytes and elements counted."""

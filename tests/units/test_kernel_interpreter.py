@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,10 +18,15 @@ ROOT = Path(__file__).parents[2]
 
 def interpreted(*arguments: str) -> None:
     """Run tests in Triton's interpreter, which must be chosen before triton is imported."""
+    run_with("TRITON_INTERPRET", *arguments)
+
+
+def run_with(variable: str, *arguments: str) -> None:
+    """Run tests in a process of their own, in which a variable is 1."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"],
         cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {variable: "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -29,6 +35,7 @@ def interpreted(*arguments: str) -> None:
     assert " passed" in done.stdout
 
 
+NIGHTLY = pytest.mark.nightly
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -47,9 +54,25 @@ def test_launches_in_the_interpreter() -> None:
     interpreted("tests/contracts/test_launches.py")
 
 
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_recorded_exchanges_in_the_interpreter() -> None:
+    interpreted("tests/units/kernels/test_recording.py")
+
+
+@needs_triton
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not on the PATH")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("choice", ["not nightly", pytest.param("nightly", marks=NIGHTLY)])
+def test_prepared_launches_without_a_gpu(choice: str) -> None:
+    run_with("TESTS_DRIVER_STUB", "tests/units/kernels/test_prepared_launch.py", "-m", choice)
+
+
 KERNELS = Path("tests/units/kernels")
 # They use no interpreter.
 ELSEWHERE = {"cold_start", "compiled_before_the_first_step", "compiles", "numba", "on_gpu"}
+ELSEWHERE |= {"prepared_launch"}
 FILES = {path.stem.removeprefix("test_"): path for path in (ROOT / KERNELS).glob("test_*.py")}
 SELECTED = [f"test_{name}.py" for name in sorted(FILES.keys() - ELSEWHERE - {"buckets"})]
 # All of these take ten minutes, so each test is apart.

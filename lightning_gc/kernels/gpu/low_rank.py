@@ -126,13 +126,13 @@ def orthonormalise(columns, bases, table, side, least, RANK: tl.constexpr, BLOCK
         ended = 0
         while ended == 0:
             once, before = shares_of(
-                *(columns, bases, at, size, rank, j, longest, unit, none, RANK, BLOCK)
-            )
+                columns, bases, at, size, rank, j, longest, unit, none, RANK, BLOCK
+            )  # fmt: skip
             twice, rest = none, before
             if j > 0:
                 twice, rest = shares_of(
-                    *(columns, bases, at, size, rank, j, longest, unit, once, RANK, BLOCK)
-                )
+                    columns, bases, at, size, rank, j, longest, unit, once, RANK, BLOCK
+                )  # fmt: skip
             length = rest - tl.sum(twice * twice, axis=0)
             if (length > least * before) & (length > 0.5 * rest) | (unit >= 0):
                 root = tl.sqrt_rn(length)

@@ -58,6 +58,10 @@ class Variant:
         program: the kernel.
         constants: by name.
 
+    Attributes:
+        formats: of the parameters, for ``struct``.
+        sizes: of the parameters, in bytes.
+
     Raises:
         Unknown: it has what only Triton's launch can do.
     """
@@ -86,6 +90,7 @@ class Variant:
             offsets.append(struct.calcsize(layout) - struct.calcsize(each))
         form = struct.Struct(layout)
         self.formats, self._offsets = formats, offsets
+        self.sizes = [struct.calcsize(each) for each in formats]
         self._zeros = (0,) * missing
         self._pack, self._buffer = form.pack_into, ctypes.create_string_buffer(form.size)
         self._pointers = self._pointers_into(self._buffer)
@@ -179,6 +184,11 @@ def hooked() -> bool:
     """Return whether a profiler wants to be told of Triton's launches."""
     hook = _hooks.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def queue_of(device: int) -> tuple[int, bool]:
+    """Return the driver's handle of this thread's stream, and whether a profiler watches."""
+    return driver.active.get_current_stream(device), hooked()
 
 
 def by_triton(

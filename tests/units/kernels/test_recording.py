@@ -163,7 +163,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     )
 
 
-@pytest.mark.parametrize("compressor", some(METHODS, [gc.Cast(), gc.QSGD(4)]), ids=repr)
+@pytest.mark.parametrize("compressor", some(METHODS, [gc.QSGD(4)]), ids=repr)
 def test_same_bits(compressor: Compressor) -> None:
     """The second and third step of a layout are recorded, and must be equal."""
     replayed = run(compressor, None, 1, 20, FEW)
@@ -199,11 +199,11 @@ def test_shards(compressor: Compressor) -> None:
 
 def test_replies_may_lie_elsewhere() -> None:
     """As with checksums, whose transport makes a reply of its own."""
-    assert run(gc.QSGD(4), None, 2, 5, {}, copies=True)
+    assert run(gc.Cast(), None, 2, 5, {}, copies=True)
 
 
 def test_statistics_go_on() -> None:
-    assert run(gc.TopK(0.05), None, 1, 7, {0: watch})
+    assert run(gc.Cast(), None, 1, 7, {0: watch})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,184 @@
+"""One bucket's work of a GPU's host, without a GPU: what it calls, and what the driver is given.
+
+``prepare`` replaces the driver's library of this process (``driver_stub``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import cProfile
+import math
+import pstats
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import lightning_gc as gc
+from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.per_parameter import by_default
+from lightning_gc.core import Exchange
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import resume
+from lightning_gc.engine import Engine
+from lightning_gc.engine.recorded_exchange import RecordedExchange, RecordedLayout
+from tests.support import counted_waits, driver_stub
+
+META = torch.device("meta")
+METHODS: dict[str, Compressor] = {
+    "Identity()": gc.Identity(),
+    "Cast()": gc.Cast(),
+    "QSGD(4)": gc.QSGD(4),
+    "EFSignSGD()": gc.EFSignSGD(),
+    "RandomK(0.01)": gc.RandomK(0.01),
+    "TopK(0.01)": gc.TopK(0.01),
+    "ChunkedTopK()": gc.ChunkedTopK(),
+    "PowerSGD(2)": gc.PowerSGD(2),
+    "Quantised(ChunkedTopK(), BinMeans(2))": gc.Quantised(gc.ChunkedTopK(), gc.BinMeans(2)),
+}
+EQUAL_STEPS = 6
+"""Steps after which an exchange that can be recorded is recorded."""
+
+
+class LoneBucket:
+    """One worker's exchange of a bucket of nine matrices with itself, without a transport.
+
+    Args:
+        compressor: as a user gives it.
+        device: of the gradient, whose contents are not set.
+        numel: elements, about.
+    """
+
+    def __init__(
+        self, compressor: Compressor, device: torch.device = META, numel: int = 6_500_000
+    ) -> None:
+        rows = max(1, numel // 9 // 768)
+        self.shapes = {f"p{i}": (rows, 768) for i in range(9)}
+        self.engine = Engine(by_default(compressor))
+        self.grad = torch.zeros(sum(map(math.prod, self.shapes.values())), device=device)
+
+    def __call__(self) -> None:
+        flow = self.engine.flow(self.grad, self.shapes)
+        request = next(flow, None)
+        while request is not None:
+            if isinstance(request, Exchange):
+                reply: Any = [request.payloads[0]]
+            elif isinstance(request, gc.core.Gather):
+                reply = [request.tensors]
+            else:
+                reply = list(request.tensors)
+            request = resume(flow, reply)
+        self.engine.advance()
+
+    @property
+    def recorded(self) -> RecordedExchange | None:
+        """What its steps start again."""
+        return next(iter(self.engine._recordings._known.values())).recorded
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of the host for one bucket: functions that it calls, and kernels that it starts."""
+
+    calls: int
+    launches: int
+
+
+def prepare() -> driver_stub.Stub:
+    """Let kernels be started without a GPU; return the stub of the driver's library."""
+    global _stub
+    _stub = driver_stub.in_new_folder()
+    from lightning_gc.kernels.gpu import prepared_launch
+
+    mock.patch.object(prepared_launch, "equal", _equal).start()
+    mock.patch.object(Bucket, "generator", counted_waits.generator).start()
+    return _stub
+
+
+_stub: driver_stub.Stub
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """On meta nothing is computed."""
+    return one.is_meta or torch.equal(one, other)
+
+
+def cost(bucket: LoneBucket) -> Cost:
+    """Count what one more exchange does."""
+    before, profile = _stub.launches, cProfile.Profile()
+    profile.enable()
+    bucket()
+    profile.disable()
+    calls: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+    return Cost(calls, _stub.launches - before)
+
+
+@contextlib.contextmanager
+def by_triton() -> Iterator[Callable[[str], LoneBucket]]:
+    """Yield a maker of buckets whose kernels Triton starts."""
+    from lightning_gc.kernels.gpu import prepared_launch
+
+    with mock.patch.object(prepared_launch, "_trusted", False), as_written() as bucket_of:
+        yield bucket_of
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[Callable[[str], LoneBucket]]:
+    """Yield a maker of buckets whose exchanges are not recorded, with prepared launches."""
+    with mock.patch.object(RecordedLayout, "is_due", return_value=False):
+        yield run_in
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Callable[[str], LoneBucket]]:
+    """Yield a maker of buckets whose exchanges are recorded."""
+    yield run_in
+
+
+WAYS = (by_triton, as_written, recorded)
+
+
+def run_in(name: str, device: torch.device = META, numel: int = 6_500_000) -> LoneBucket:
+    """Return a bucket of a method of ``METHODS``, after some steps."""
+    bucket = LoneBucket(METHODS[name], device, numel)
+    for _ in range(EQUAL_STEPS):
+        bucket()
+    return bucket
+
+
+def differences(name: str) -> tuple[list[str], int]:
+    """Return kernels for which the driver is given other things by Triton than when prepared.
+
+    Also how many launches were compared: those of one exchange as it is written. Tensors are on the
+    CPU, so that they have addresses.
+    """
+    from lightning_gc.kernels.gpu import prepared_launch
+
+    found, calls = list[str](), list[tuple[Any, ...]]()
+    start = prepared_launch.start
+
+    def noted(program: Any, grid: Any, arguments: Any, constants: Any, **options: Any) -> Any:
+        started = start(program, grid, arguments, constants, **options)
+        calls.append((program, grid, arguments, constants, started))
+        return started
+
+    with as_written():
+        bucket = run_in(name, torch.device("cpu"), 20_000)
+        with mock.patch.object(prepared_launch, "start", noted):
+            bucket()
+    for program, grid, arguments, constants, started in calls:
+        if started is None:
+            found.append(f"{program.__name__} is not prepared")
+            continue
+        variant, _ = started
+        sizes = variant.sizes
+        again = (program, grid, arguments, constants)
+        by = _stub.given(sizes, partial(prepared_launch.by_triton, *again))
+        ours = _stub.given(sizes, partial(start, *again, may_prepare=False))
+        if by != ours:
+            found.append(f"{program.__name__}: {by} by Triton, {ours} when prepared")
+    return found, len(calls)
