@@ -2,7 +2,7 @@
 
 import gc as garbage
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -177,7 +177,7 @@ class Late(Recording):
 
 def means(
     compressor: Compressor, gradients: Sequence[Tensor], waits: bool
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+) -> tuple[list[Tensor], Mapping[str, Tensor]]:
     """Exchange on the stream of ``Background``, as DDP's hook does; return means and errors.
 
     The default stream is late too, and it writes to the gradient as soon as it may.
