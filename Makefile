@@ -72,7 +72,7 @@ soak: $(VENV)/.test ## random runs, random faults, restarts (a round takes about
 soak-elastic: $(VENV)/.test ## elastic runs with random faults, each replayed (300 rounds take 8 minutes): ARGS="--rounds 60 --islands 2"
 	$(BIN)/python -m tests.soak.elastic $(ARGS)
 
-gpu-check: $(VENV)/.test ## everything that needs a GPU, skipped without one; writes gpu-check.txt: ARGS="--only 1 7"
+gpu-check: $(VENV)/.test ## everything that needs a GPU, skipped without one; writes gpu-check.txt: ARGS="--only 1 7", ARGS="--loan 9"
 	$(BIN)/python -m tests.gpu $(ARGS)
 
 matrix: $(VENV)/.test ## the supported versions, or projects of others, one by one, as far as they can be installed here: ARGS="--only py311-tested-l", ARGS=--projects

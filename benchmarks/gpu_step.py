@@ -4,15 +4,26 @@ One worker trains GPT-2 (124 M parameters) over NCCL, in bfloat16 by autocast, w
 worker nothing travels, but everything is compressed, sent to itself and decoded: what a step takes
 longer than without synchronisation is what a network must save. More workers add the decoding of
 what they send where a method gathers payloads. Methods take turns; the medians of steps are shown.
-One more turn of each method runs under torch's profiler, which tells what the GPU is busy with.
+Each runs with buckets of 25 MiB, which earlier pages have, and of the size that is chosen on a GPU.
+
+The host's time of a step ends when all its work is queued. It includes waiting for the GPU if the
+GPU is more than about a thousand operations behind. In a method's first turn some more steps run
+under torch's profiler, which tells what the GPU is busy with.
+
+Each turn prints one line, and is kept in a file. A second call measures only turns that the file
+has not for this machine, these packages and these sources. So it may be ended at any time.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc as garbage
+import json
 import statistics
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +40,9 @@ from lightning_gc.bench.method_run import WARMUP_STEPS, StepTimer
 from lightning_gc.compressors import Compressor
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
 from lightning_gc.methods.text_table import markdown
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.gpu.machine import machine, sources
 
 METHODS: dict[str, Compressor] = {
     "Identity()": gc.Identity(),
@@ -73,17 +87,62 @@ class GPT2(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=True)
 
 
-def strategy(method: str) -> Any:
-    """Return a new one."""
-    if method in METHODS:
-        return CompressedDDPStrategy(METHODS[method], process_group_backend="nccl")
-    return baseline_strategy(method, "nccl")
+@dataclass(frozen=True)
+class Case:
+    """A method with buckets of one size.
+
+    Attributes:
+        method: of ``METHODS``, or a baseline.
+        cap: DDP's ``bucket_cap_mb``; None: the strategy's choice.
+    """
+
+    method: str
+    cap: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The method, and a size that is given."""
+        return self.method if self.cap is None else f"{self.method}, buckets of {self.cap} MiB"
+
+    def strategy(self) -> Any:
+        """Return a new one."""
+        sized: dict[str, Any] = {} if self.cap is None else {"bucket_cap_mb": self.cap}
+        if self.method in METHODS:
+            return CompressedDDPStrategy(
+                METHODS[self.method], process_group_backend="nccl", **sized
+            )
+        return baseline_strategy(self.method, "nccl", **sized)
+
+
+class Clock(StepTimer):
+    """Also records how long the host takes to queue each step's work, and the most RAM.
+
+    Args:
+        steps: that count; the RAM of later ones does not.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(lambda _: 0)
+        self.counted, self.gib = steps, 0.0
+        self.host: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, _: Any, outputs: Any, *rest: Any) -> None:
+        """Stop the host's clock, and then the step's."""
+        self.host.append(time.perf_counter() - self.started)
+        super().on_train_batch_end(trainer, _, outputs, *rest)
+        if trainer.global_step <= self.counted:
+            self.gib = torch.cuda.max_memory_allocated() / 2**30
+
+
+TRACED = 3
+"""Steps under the profiler."""
 
 
 class Busy(Callback):
-    """Traces some steps after the first ones.
+    """Traces some steps.
 
     Args:
+        after: number of steps before them.
         steps: that are traced.
 
     Attributes:
@@ -92,19 +151,21 @@ class Busy(Callback):
         each: by the name of an operation, its milliseconds in a step.
     """
 
-    def __init__(self, steps: int = 3) -> None:
-        self.steps = steps
+    def __init__(self, after: int, steps: int = TRACED) -> None:
+        self.after, self.steps = after, steps
+        self.launches = self.milliseconds = 0.0
+        self.each: dict[str, float] = {}
         self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Start after the first steps."""
-        if trainer.global_step == WARMUP_STEPS:
+        if trainer.global_step == self.after:
             torch.cuda.synchronize()
             self.profiler.start()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Stop after the last of the traced steps, and add up."""
-        if trainer.global_step != WARMUP_STEPS + self.steps:
+        if trainer.global_step != self.after + self.steps:
             return
         torch.cuda.synchronize()
         self.profiler.stop()
@@ -123,11 +184,59 @@ class Busy(Callback):
             sums.setdefault(event.name, []).append(event.time_range.elapsed_us())
         self.each = {name: sum(found) / self.steps / 1e3 for name, found in sums.items()}
 
-    def beside(self, base: Busy, most: int = 6) -> str:
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn of a case has found.
+
+    Attributes:
+        case: as a name.
+        number: of the turn, from 1.
+        where: the machine, the packages, the sources and the settings of the run.
+        seconds: of each measured step.
+        host: seconds of the host for each.
+        gib: allocated at most.
+        buckets: how many are recorded in the end, of how many; empty for baselines.
+        launches, milliseconds, each: as ``Busy`` has them, in the first turn.
+    """
+
+    case: str
+    number: int
+    where: str
+    seconds: list[float]
+    host: list[float]
+    gib: float
+    buckets: str = ""
+    launches: float = 0.0
+    milliseconds: float = 0.0
+    each: dict[str, float] = field(default_factory=dict)
+
+    def in_words(self) -> str:
+        """Return the turn's line."""
+        step, host = median([self.seconds]), median([self.host])
+        line = f"{self.case}: {step:.1f} ms a step, {host:.1f} of the host"
+        if self.launches:
+            line += f"; the GPU works {self.milliseconds:.1f} in {self.launches:.0f} operations"
+        return line + (f"; {self.buckets} buckets recorded" if self.buckets else "")
+
+    def beside(self, base: Turn, most: int = 6) -> str:
         """Name the operations that take longer than in ``base``, with their milliseconds."""
         more = {name: each - base.each.get(name, 0.0) for name, each in self.each.items()}
         longest = sorted(more.items(), key=lambda item: -item[1])[:most]
         return ", ".join(f"{_short(name)} {ms:.2f}" for name, ms in longest if ms >= 0.05)
+
+
+def kept(file: Path, where: str) -> dict[tuple[str, int], Turn]:
+    """Return the turns in a file, by case and number; without a last line that was cut off."""
+    found = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            turn = Turn(**json.loads(line))
+        except json.JSONDecodeError:
+            continue
+        if turn.where == where:
+            found[turn.case, turn.number] = turn
+    return found
 
 
 def _short(name: str) -> str:
@@ -137,91 +246,138 @@ def _short(name: str) -> str:
     return name.split("<", 1)[0].split("(", 1)[0][:60]
 
 
-def turn(
-    method: str, batch: int, steps: int, busy: Busy | None = None
-) -> tuple[list[float], float]:
-    """Train from the same weights; return seconds of each measured step, and GiB at most."""
+def measure(case: Case, number: int, where: str, batch: int, steps: int) -> Turn:
+    """Train from the same weights."""
+    garbage.collect()
+    torch.cuda.empty_cache()
     torch.manual_seed(0)
     torch.cuda.reset_peak_memory_stats()
-    clock = StepTimer(lambda _: 0)
+    last = WARMUP_STEPS + steps
+    clock, busy, strategy = Clock(last), Busy(last), case.strategy()
+    length = last + (TRACED if number == 1 else 0)
     trainer = Trainer(
         accelerator="cuda",
         devices=1,
-        strategy=strategy(method),
+        strategy=strategy,
         precision="bf16-mixed",
-        max_steps=WARMUP_STEPS + steps,
-        callbacks=[clock, *([busy] if busy else [])],
+        max_steps=length,
+        callbacks=[clock, *([busy] if number == 1 else [])],
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    texts = torch.randint(WORDS, (batch * (WARMUP_STEPS + steps), LENGTH + 1))
-    trainer.fit(GPT2(), DataLoader(texts, batch))  # type: ignore[arg-type]
-    most = torch.cuda.max_memory_allocated() / 2**30
-    del trainer
-    garbage.collect()
-    torch.cuda.empty_cache()
-    return clock.seconds[WARMUP_STEPS:], most
+    texts = torch.randint(WORDS, (batch * length, LENGTH + 1))
+    with torch.device("cuda"):  # the host would take seconds to draw the weights
+        model = GPT2()
+    trainer.fit(model, DataLoader(texts, batch))  # type: ignore[arg-type]
+    recorded = [
+        layout.recorded is not None
+        for engine in getattr(strategy, "engines", ())
+        for layout in engine._recordings._known.values()
+    ]
+    return Turn(
+        case.name,
+        number,
+        where,
+        clock.seconds[WARMUP_STEPS:last],
+        clock.host[WARMUP_STEPS:last],
+        clock.gib,
+        f"{sum(recorded)} of {len(recorded)}" if recorded else "",
+        busy.launches,
+        busy.milliseconds,
+        busy.each,
+    )
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    add = parser.add_argument
-    names = [*BASELINES, *METHODS]
-    add("--methods", nargs="+", choices=names, default=names, metavar="METHOD")
-    add("--batch", type=int, default=8, help="texts of 1,024 words (default: %(default)s)")
-    add("--steps", type=int, default=20, help="in each turn (default: %(default)s)")
-    add("--rounds", type=int, default=3, help="turns of each method (default: %(default)s)")
-    add("--out", type=Path, default=dated_page.RESULTS, help="folder")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this needs a GPU; on the CPU there is engine_step.py.")
-    torch.set_float32_matmul_precision("high")
-    seconds: dict[str, list[float]] = {name: [] for name in options.methods}
-    traced = {name: Busy() for name in options.methods}
-    for name, busy in traced.items():  # this compiles kernels, too
-        turn(name, options.batch, busy.steps, busy)
-        sys.stderr.write(f"{name}: {busy.launches:.0f} operations, {busy.milliseconds:.1f} ms\n")
-    most: dict[str, float] = {}
-    for number in range(options.rounds):
-        for name in options.methods:
-            found, most[name] = turn(name, options.batch, options.steps)
-            seconds[name] += found
-            middle = 1e3 * statistics.median(found)
-            sys.stderr.write(f"{number + 1}/{options.rounds} {name}: {middle:.1f} ms\n")
-    middles = {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
-    base, dense, idle = middles.get(NONE), most.get(PLAIN), traced.get(NONE)
+def median(turns: Sequence[Sequence[float]]) -> float:
+    """Return the median of the seconds of all turns, in milliseconds."""
+    return 1e3 * statistics.median(second for turn in turns for second in turn)
+
+
+def page(cases: Sequence[Case], turns: Mapping[tuple[str, int], Turn], batch: int) -> str:
+    """Return the page of all turns that were measured."""
+    by_case = {
+        case.name: [turn for turn in turns.values() if turn.case == case.name] for case in cases
+    }
+    by_case = {name: found for name, found in by_case.items() if found}
+    steps = {name: median([turn.seconds for turn in found]) for name, found in by_case.items()}
+    hosts = {name: median([turn.host for turn in found]) for name, found in by_case.items()}
+    gib = {name: max(turn.gib for turn in found) for name, found in by_case.items()}
+    traced = {name: turns[name, 1] for name in by_case if (name, 1) in turns}
     rows, longest = list[list[str]](), list[list[str]]()
-    for name, middle in middles.items():
-        more = f"{middle - base:+.1f}" if base is not None else ""
-        apart = f"{most[name] - dense:+.2f}" if dense is not None else ""
-        busy = traced[name]
-        work = [f"{busy.launches:.0f}", f"{busy.milliseconds:.1f}"]
-        rows.append([name, f"{middle:.1f}", more, *work, f"{most[name]:.2f}", apart])
-        if idle is not None:
-            longest.append([name, busy.beside(idle)])
-    head = ["method", "ms a step", f"beside {NONE}", "operations", "ms busy"]
-    head += ["GiB", f"beside {PLAIN}"]
+    for name, step in steps.items():
+        more = f"{step - steps[NONE]:+.1f}" if NONE in steps else ""
+        apart = f"{gib[name] - gib[PLAIN]:+.2f}" if PLAIN in gib else ""
+        work = ["", "", ""]
+        if name in traced:
+            one = traced[name]
+            work = [f"{one.launches:.0f}", f"{one.milliseconds:.1f}", one.buckets]
+            if NONE in traced:
+                longest.append([name, one.beside(traced[NONE])])
+        rows.append(
+            [name, f"{step:.1f}", more, f"{hosts[name]:.1f}", *work, f"{gib[name]:.2f}", apart]
+        )
+    head = ["method", "ms a step", f"beside {NONE}", "ms of the host", "operations", "ms busy"]
+    head += ["recorded buckets", "GiB", f"beside {PLAIN}"]
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     known = dated_page.versions("torch", "triton", "pytorch-lightning")
-    versions = f"{known}, NCCL {nccl}"
-    text = f"""{dated_page.title("What compression costs a GPU")}
+    counts = sorted({len(turn.seconds) for turn in turns.values()})
+    most = max(map(len, by_case.values()))
+    return f"""{dated_page.title("What compression costs a GPU")}
 
-`python benchmarks/gpu_step.py --batch {options.batch}` on one {torch.cuda.get_device_name()} with
-{versions}: GPT-2, {options.batch} texts of 1,024 words a step, bfloat16 by autocast, AdamW; medians
-of {options.rounds} turns of {options.steps} steps. One worker: everything is compressed and
-decoded, nothing travels. torch's profiler counted operations of the GPU in a step, and the
-milliseconds in which at least one runs. It ran apart from the measured steps.
+`python benchmarks/gpu_step.py --batch {batch}` on one {torch.cuda.get_device_name()} with {known},
+NCCL {nccl}: GPT-2, {batch} texts of 1,024 words a step, bfloat16 by autocast, AdamW; medians of
+up to {most} turns of {", ".join(map(str, counts))} steps. One worker: everything is compressed and
+decoded, nothing travels. Where no size of buckets is given, DDP or the strategy has chosen it. The
+host's time ends when a step's work is queued. torch's profiler counted operations of the GPU in a
+step, and the milliseconds in which at least one runs, in steps after the measured ones.
 
 {markdown(head, rows, left=("method",))}
 Operations that take longer than in {NONE!r}, in milliseconds of a step:
 
 {markdown(("method", "operations"), longest, left=("method", "operations"))}"""
-    sys.stdout.write(text)
-    dated_page.write(options.out, "gpu_step", text)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    add = parser.add_argument
+    names = [NONE, PLAIN, *METHODS, *(name for name in BASELINES if name not in (NONE, PLAIN))]
+    add("--methods", nargs="+", choices=names, default=names, metavar="METHOD")
+    sizes = "MiB, besides the chosen size (default: 25)"
+    add("--buckets", nargs="*", type=int, default=[25], metavar="SIZE", help=sizes)
+    add("--batch", type=int, default=8, help="texts of 1,024 words (default: %(default)s)")
+    add("--steps", type=int, default=20, help="in each turn (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="turns of each method (default: %(default)s)")
+    rows = Path("runs/gpu_step.jsonl")
+    add("--rows", type=Path, default=rows, help="file of turns (default: %(default)s)")
+    add("--out", type=Path, default=dated_page.RESULTS, help="folder")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU; on the CPU there is engine_step.py.")
+    torch.set_float32_matmul_precision("high")
+    settings = f"{options.batch} texts, {options.steps} steps, sources {sources()}"
+    where = "; ".join([*machine(), settings])
+    cases = [
+        Case(name, cap)
+        for name in options.methods
+        for cap in ((None,) if name == NONE else (*options.buckets, None))
+    ]
+    options.rows.parent.mkdir(parents=True, exist_ok=True)
+    turns = kept(options.rows, where)
+    for number in range(1, options.rounds + 1):
+        for case in cases:
+            if (case.name, number) in turns:
+                continue
+            turn = measure(case, number, where, options.batch, options.steps)
+            turns[case.name, number] = turn
+            with options.rows.open("a") as file:
+                file.write(f"\n{json.dumps(asdict(turn))}\n")  # the last line may be cut off
+            dated_page.say(turn.in_words())
+    written = dated_page.write(options.out, "gpu_step", page(cases, turns, options.batch))
+    dated_page.say(f"{len(turns)} turns of {len(cases)} cases are in {written}.md")
 
 
 if __name__ == "__main__":

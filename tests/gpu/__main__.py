@@ -26,6 +26,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -219,13 +220,13 @@ def run(
     environment = {**os.environ, "TESTS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    started = time.monotonic()
+    started, aside = time.monotonic(), tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
     process = subprocess.Popen(
         command_of(check, folder.absolute()),
         cwd=ROOT,
         env=environment | check.environment,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=aside if check.program else subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,
@@ -251,14 +252,19 @@ def run(
     process.wait()
     timer.cancel()
     timer.join()
+    with aside:
+        aside.seek(0)
+        errors = aside.read()
     took, output = time.monotonic() - started, "".join(lines)
-    ends = re.findall(LAST_LINE, output, re.M)
-    detail = ends[-1] if ends else output.strip().rsplit("\n", 1)[-1][:80]
+    verdict = "passed" if process.returncode == 0 else "failed"
     if late.is_set():
         verdict = "out of time" if seconds == check.seconds else "interrupted"
-        return Outcome(verdict, f"ended after {seconds:.0f} s; {detail}", output, took)
-    verdict = "passed" if process.returncode == 0 else "failed"
-    return Outcome(verdict, detail, output, took)
+    ends = re.findall(LAST_LINE, output, re.M)
+    said = output + errors if verdict == "failed" else output
+    detail = ends[-1] if ends else said.strip().rsplit("\n", 1)[-1][:80]
+    if late.is_set():
+        detail = f"ended after {seconds:.0f} s; {detail}"
+    return Outcome(verdict, detail, output if verdict == "passed" else output + errors, took)
 
 
 def report(outcomes: Mapping[int, Outcome]) -> str:

@@ -70,10 +70,11 @@ def test_what_was_found_before_the_time_was_up_is_told(
 
 
 PROGRAM = (
-    "import pathlib\n"
+    "import pathlib, sys\n"
     "runs = pathlib.Path({folder!r}, 'runs')\n"
     "runs.write_text(runs.read_text() + 'x' if runs.exists() else 'x')\n"
     "print('first: 1 ms', flush=True)\n"
+    "print('a word of a library', file=sys.stderr)\n"
     "print('second: 2 ms')\n"
 )
 Loan = Callable[..., str]
@@ -114,6 +115,7 @@ def runs(tmp_path: Path) -> int:
 def test_a_loan_continues(tmp_path: Path, loan: Loan) -> None:
     first = loan("--only", "2", "3")
     assert "2: a program … first: 1 ms\n   second: 2 ms\n   passed, second: 2 ms\n" in first
+    assert "a word of a library" not in first
     assert "skipped, needs 1 GPU, found 0" in first
     report = tmp_path / "report.txt"
     assert "==== 2: a program\nfirst: 1 ms\nsecond: 2 ms\n" in report.read_text()
@@ -136,6 +138,14 @@ def test_a_loan_repeats_what_it_is_told_to(tmp_path: Path, loan: Loan) -> None:
     assert runs(tmp_path) == 2
     assert "1: a test … " in loan("--again")
     assert runs(tmp_path) == 3
+
+
+def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("print('first: 1 ms')\nraise ArithmeticError('as planted')")
+    outcome = runner.run(runner.Check("", program=(str(program),)), gpus=0)
+    assert (outcome.verdict, outcome.detail) == ("failed", "ArithmeticError: as planted")
+    assert outcome.output.startswith("first: 1 ms\nTraceback")
 
 
 def test_results_of_another_machine_do_not_count(
