@@ -26,7 +26,6 @@ from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.recorded_exchange import (
     RecordedExchange,
     RecordedLayout,
-    Recorder,
     Recordings,
 )
 from lightning_gc.engine.statistics import Statistics
@@ -253,7 +252,7 @@ class Engine:
         self.statistics.tally.add(recorded.tally)
 
     def _written(self, bucket: Bucket, layout: RecordedLayout | None) -> Flow:
-        recorder = Recorder(bucket) if layout is not None and layout.is_due() else None
+        recorder = None if layout is None else self._recordings.recorder(layout, bucket)
         inner = bucket if recorder is None else recorder.bucket
         open_ = partial(self._open, inner)
         guard = open_() if recorder is None else recorder.note(open_)

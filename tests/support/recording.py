@@ -28,7 +28,12 @@ from tests.support import counted_waits
 from tests.support.counted_waits import Accelerator, Elsewhere, on_device
 
 Shapes = Mapping[str, tuple[int, ...]]
-SHAPES: Shapes = {"a": (13, 40), "b": (7,), "c": (0, 5), "d": (129,), "e": (2, 300)}
+BUCKETS: Sequence[Shapes] = (
+    {"a": (13, 40), "b": (7,), "c": (0, 5)},
+    {"d": (129,), "e": (2, 300)},
+)
+SHAPES: Shapes = {**BUCKETS[0], **BUCKETS[1]}
+SIZES = [sum(map(math.prod, shapes.values())) for shapes in BUCKETS]
 
 
 @contextlib.contextmanager
@@ -75,7 +80,7 @@ def _cloned(value: Any) -> Any:
 
 
 class Group:
-    """W engines that exchange one bucket, with gradients in the same memory in every step.
+    """W engines that exchange two buckets, with gradients in the same memory in every step.
 
     Args:
         make: an engine for a worker's index and W.
@@ -98,10 +103,9 @@ class Group:
     ) -> None:
         self.make, self.recorded = make, recorded
         self.kept: list[Tensor] = []
-        numel = sum(map(math.prod, SHAPES.values()))
         with kernels_elsewhere():
             self.engines = [make(worker, workers) for worker in range(workers)]
-            self.grads = [on_device(torch.zeros(numel)) for _ in self.engines]
+            self.grads = [on_device(torch.zeros(sum(SIZES))) for _ in self.engines]
         self._transport = _Copying(workers) if copies else Simulated(workers)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
@@ -109,16 +113,18 @@ class Group:
         for place, gradient in zip(self.grads, gradients, strict=True):
             place.held.copy_(gradient)  # type: ignore[attr-defined]
         with kernels_elsewhere(), contextlib.nullcontext() if self.recorded else as_written():
-            flows = [e.flow(g, SHAPES) for e, g in zip(self.engines, self.grads, strict=True)]
-            self._transport.run(flows)
+            cut = [grad.split(SIZES) for grad in self.grads]
+            for index, shapes in enumerate(BUCKETS):
+                pairs = zip(self.engines, cut, strict=True)
+                self._transport.run([engine.flow(own[index], shapes) for engine, own in pairs])
         for engine in self.engines:
             engine.advance()
 
     @property
     def replays(self) -> list[bool]:
-        """Whether each worker has a recorded exchange."""
+        """Whether each worker has recorded both exchanges."""
         known = [list(engine._recordings._known.values()) for engine in self.engines]
-        return [bool(k) and k[0].recorded is not None for k in known]
+        return [bool(each) and all(k.recorded is not None for k in each) for each in known]
 
     def everything(self) -> list[Tensor]:
         """Return the means, all errors, and bytes and elements counted."""
