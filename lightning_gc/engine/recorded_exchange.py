@@ -43,6 +43,7 @@ class RecordedExchange:
         closing: after statistics have seen the error.
         error: what the exchange leaves, ``(numel,)``.
         tally: what it adds to the counts.
+        kept: all tensors of which the work has only addresses.
     """
 
     opening: Span
@@ -52,6 +53,7 @@ class RecordedExchange:
     closing: Span
     error: Tensor
     tally: Tally
+    kept: Sequence[Tensor]
 
     def flow(self, step: int) -> Flow:
         """Exchange the bucket, in the step of this number."""
@@ -85,7 +87,7 @@ class Recorder:
     """
 
     def __init__(self, bucket: Bucket, before: tuple[Sequence[Any], Tensor] | None) -> None:
-        self._tape = Tape(bucket.step, before)
+        self._tape = Tape(bucket.step, bucket.grad.device, before)
         self.bucket = replace(bucket, step=self._tape.step, tally=Tally())
         self._spans: list[Span] = []
         self._requests: list[Request] = []
@@ -181,8 +183,8 @@ class Recorder:
             return None
         opening, *exchange, closing = self._spans
         requests = [_into(r, reply) for r, reply in zip(self._requests, self._replies, strict=True)]
-        tally = self.bucket.tally
-        return RecordedExchange(opening, exchange, requests, self._replies, closing, error, tally)
+        counts = self.bucket.tally, self._tape.kept
+        return RecordedExchange(opening, exchange, requests, self._replies, closing, error, *counts)
 
 
 def _into(request: Request, reply: Reply) -> Request:

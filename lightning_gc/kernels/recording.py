@@ -102,6 +102,7 @@ class Tape(TorchDispatchMode):
 
     Args:
         step: number of the step.
+        device: on which all is done.
         before: what was seen in an equal step, and memory of the bytes that it needed, uint8.
 
     Attributes:
@@ -109,9 +110,15 @@ class Tape(TorchDispatchMode):
         seen: what was started and on what, in a form that is equal in an equal step.
         nbytes: of all tensors that were made.
         refused: why it cannot be started again, or None.
+        kept: all tensors that were given or made: launches have only their addresses.
     """
 
-    def __init__(self, step: int, before: tuple[Sequence[Any], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        step: int,
+        device: torch.device,
+        before: tuple[Sequence[Any], Tensor] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.step = WatchedStep(step)
         self.step.tape = self
@@ -120,12 +127,12 @@ class Tape(TorchDispatchMode):
         self.refused: str | None = None
         self._before = None if before is None else before[0]
         self._memory = None if before is None else before[1]
-        self._plain = step
+        self._plain, self._device = step, device
         self._span, self._listens = Span(), True
         self._starts: list[int] = []  # first bytes of tensors in the memory
         self._made: dict[int, int] = {}  # allocation -> number of the tensor, elsewhere
         self._replies: set[int] = set()  # allocations of others, and numbers of tensors
-        self._kept: list[Tensor] = []  # else memory could be taken twice
+        self.kept: list[Tensor] = []
 
     @contextmanager
     def runs(self) -> Iterator[None]:
@@ -168,7 +175,7 @@ class Tape(TorchDispatchMode):
 
     def asks(self, request: str, tensors: Sequence[Tensor]) -> None:
         """Take note of a request."""
-        self._kept += tensors
+        self.kept += tensors
         self._see((request, [self._form(tensor) for tensor in tensors]))
 
     def arrives(self, reply: Any) -> Any:
@@ -180,7 +187,7 @@ class Tape(TorchDispatchMode):
             if memory is not reply.memory:
                 reply = reply.moved(memory)
         tensors = tensors_of(reply)
-        self._kept += tensors
+        self.kept += tensors
         others = [_allocation(tensor) for tensor in tensors if not self.holds(tensor)]
         self._replies |= set(others) - self._made.keys()
         return reply
@@ -208,7 +215,7 @@ class Tape(TorchDispatchMode):
             arguments: all that it was given, in any nesting; ``STEP`` for the step's number.
         """
         leaves = tree_leaves(arguments)
-        self._kept += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.kept += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._see((what, [self._form(leaf) for leaf in leaves]))
         self._span.add(call, given, writes)
 
@@ -233,8 +240,8 @@ class Tape(TorchDispatchMode):
             self.refuse(f"{name} may have another result next time")
             return result
         leaves = tree_leaves((args, kwargs, result))
-        if len({leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}) > 1:
-            self.refuse(f"{name} copies from one device to another")
+        if any(leaf.device != self._device for leaf in leaves if isinstance(leaf, Tensor)):
+            self.refuse(f"{name} has numbers of the host")
             return result
         if schema.is_mutable:
             self.add(partial(_call, func, args, kwargs), (), (), name, (args, kwargs))
@@ -248,7 +255,7 @@ class Tape(TorchDispatchMode):
         if self.refused is not None:
             return result
         outputs = self._placed(results)
-        self._kept += [*kept, *outputs]
+        self.kept += [*kept, *outputs]
         if name not in _EMPTY:
             zeros = name in _ZEROS
             write = (

@@ -202,6 +202,7 @@ def test_replies_may_lie_elsewhere() -> None:
     assert run(gc.Cast(), None, 2, 5, {}, copies=True)
 
 
+@pytest.mark.nightly
 def test_statistics_go_on() -> None:
     assert run(gc.Cast(), None, 1, 7, {0: watch})
 
@@ -220,7 +221,7 @@ def test_statistics_go_on() -> None:
     ],
 )
 def test_what_a_tape_refuses(reads: Callable[[Tensor, int], Any]) -> None:
-    tape = Tape(3)
+    tape = Tape(3, torch.device("cpu"))
     with tape.runs():
         reads(torch.ones(3), tape.step)
     assert tape.refused
@@ -237,7 +238,7 @@ def test_what_a_tape_refuses(reads: Callable[[Tensor, int], Any]) -> None:
 )
 def test_what_a_tape_takes(reads: Callable[[Tensor, int], Any]) -> None:
     """A comparison has the same result for ever if the step only grows."""
-    tape = Tape(3)
+    tape = Tape(3, torch.device("cpu"))
     x = torch.ones(3)
     with tape.runs():
         reads(x, tape.step)
