@@ -1,4 +1,4 @@
-"""On CUDA, strategies give DDP larger buckets for some models, and never over a user's size."""
+"""On CUDA, DDP gets larger buckets if the host waits, and never over a user's size."""
 
 import logging
 from collections.abc import Callable
@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gc import CompressedDDPStrategy, CompressedFabricStrategy, TopK
+from lightning_gc import CompressedDDPStrategy, CompressedFabricStrategy, HardThreshold, TopK
 from lightning_gc.advice.what_if import MODELS
+from lightning_gc.compressors import Compressor
 from lightning_gc.lightning import ddp, fabric
 
+WAITS = TopK(selection="sampled")
 Setup = Callable[..., dict[str, Any]]
 """Sets a module up on a device, and returns the arguments that reach DDP."""
 
@@ -37,10 +39,16 @@ def arguments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(room, "check_agreement", lambda *_: None)
     monkeypatch.setattr(room, "Distributed", lambda: None)
 
-    def call(module: nn.Module, device: str, worker: int = 0, **options: Any) -> dict[str, Any]:
+    def call(
+        module: nn.Module,
+        device: str,
+        worker: int = 0,
+        method: Compressor = WAITS,
+        **options: Any,
+    ) -> dict[str, Any]:
         monkeypatch.setattr(cls, "root_device", torch.device(device))
         monkeypatch.setattr(cls, "global_rank", worker)
-        strategy = cls(TopK(), **options)
+        strategy = cls(method, **options)
         with pytest.raises(Reached):
             (strategy._setup_model if of_trainer else strategy.setup_module)(module)
         assert strategy._ddp_kwargs == options  # for the next module
@@ -64,6 +72,13 @@ def test_larger_buckets_on_cuda(arguments: Setup, caplog: pytest.LogCaptureFixtu
     ]
     caplog.clear()
     assert arguments(gpt2(), "cuda", worker=1)["bucket_cap_mb"] == 100
+    assert not caplog.records
+
+
+def test_the_host_waits_or_not(arguments: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    assert arguments(gpt2(), "cuda", method=HardThreshold())["bucket_cap_mb"] == 100
+    caplog.set_level(logging.INFO)
+    assert arguments(gpt2(), "cuda", method=TopK())["bucket_cap_mb"] is None
     assert not caplog.records
 
 
