@@ -88,7 +88,10 @@ def bucket_size(strategy: StrategyAPI, module: nn.Module, *, waits: bool) -> Ite
         return
     nbytes = [p.numel() * p.element_size() for p in module.parameters() if p.requires_grad][::-1]
     cap = cap_on_cuda(nbytes, WRITTEN if waits else RECORDED)
-    if cap is not None and strategy.global_rank == 0:
+    if cap is None:
+        yield
+        return
+    if strategy.global_rank == 0:
         ours, usual = (len(layout(nbytes, caps(each))) for each in (cap, None))
         say(
             "Buckets of %d MiB, %d in place of %d, because each takes the GPU's host time. "

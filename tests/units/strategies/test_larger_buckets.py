@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gc import CompressedDDPStrategy, CompressedFabricStrategy, HardThreshold, TopK
+from lightning_gc import CompressedDDPStrategy, CompressedFabricStrategy, TopK
 from lightning_gc.advice.what_if import MODELS
-from lightning_gc.compressors import Compressor
 from lightning_gc.lightning import ddp, fabric
 
 WAITS = TopK(selection="sampled")
@@ -40,11 +39,7 @@ def arguments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(room, "Distributed", lambda: None)
 
     def call(
-        module: nn.Module,
-        device: str,
-        worker: int = 0,
-        method: Compressor = WAITS,
-        **options: Any,
+        module: nn.Module, device: str, method: TopK = WAITS, worker: int = 0, **options: Any
     ) -> dict[str, Any]:
         monkeypatch.setattr(cls, "root_device", torch.device(device))
         monkeypatch.setattr(cls, "global_rank", worker)
@@ -75,32 +70,29 @@ def test_larger_buckets_on_cuda(arguments: Setup, caplog: pytest.LogCaptureFixtu
     assert not caplog.records
 
 
-def test_the_host_waits_or_not(arguments: Setup, caplog: pytest.LogCaptureFixture) -> None:
-    assert arguments(gpt2(), "cuda", method=HardThreshold())["bucket_cap_mb"] == 100
-    caplog.set_level(logging.INFO)
-    assert arguments(gpt2(), "cuda", method=TopK())["bucket_cap_mb"] is None
-    assert not caplog.records
-
-
 def test_parameters_that_are_not_trained_do_not_count(arguments: Setup) -> None:
     model = gpt2()
     for param in list(model.parameters())[:-4]:
         param.requires_grad_(False)
-    assert arguments(model, "cuda").get("bucket_cap_mb") is None
+    assert arguments(model, "cuda") == {}
 
 
 @pytest.mark.parametrize(
-    ("device", "options"),
+    ("device", "method", "options"),
     [
-        ("cpu", {}),
-        ("cpu", {"static_graph": True}),
-        ("cuda", {"bucket_cap_mb": 25}),
-        ("cuda", {"bucket_cap_mb": 0.005, "static_graph": True}),
+        ("cpu", WAITS, {}),
+        ("cuda", WAITS, {"bucket_cap_mb": 25}),
+        ("cuda", WAITS, {"bucket_cap_mb": 0.005, "static_graph": True}),
+        ("cuda", TopK(), {"static_graph": True}),  # its exchange is recorded
     ],
 )
-def test_nothing_on_a_cpu_or_over_a_users_size(
-    arguments: Setup, device: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+def test_sizes_that_stay(
+    arguments: Setup,
+    device: str,
+    method: TopK,
+    options: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert arguments(gpt2(), device, **options) == options
+    assert arguments(gpt2(), device, method, **options) == options
     assert not caplog.records
