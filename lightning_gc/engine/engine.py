@@ -27,6 +27,8 @@ from lightning_gc.engine.recorded_exchange import (
     RecordedExchange,
     RecordedLayout,
     Recordings,
+    carried,
+    entries_of,
 )
 from lightning_gc.engine.statistics import Statistics
 from lightning_gc.kernels import dispatch
@@ -210,8 +212,12 @@ class Engine:
                 weights=weights,
                 before=before,
             )
+            before_it = {} if on_host else entries_of(bucket.state)
             with dispatch.host.steady():
                 yield from self._written(bucket, layout)
+            # A step that is not recorded leaves state where a recorded one reads it.
+            if before_it and layout is None and not carried(before_it, bucket.state):
+                self._recordings.forget(bucket.names)
         if self.loss_scaling.revocable and wanted:
             self.loss_scaling.verdicts.append(grad.isfinite().all())
         self.rounds.ended += 1
@@ -266,7 +272,7 @@ class Engine:
         if recorder is None or layout is None:
             close()
         else:
-            recorder.note(recorder.carried(close))
+            recorder.note(recorder.carrying(close))
             self.statistics.tally.add(inner.tally)
             layout.compare(recorder, exchange.error)
 

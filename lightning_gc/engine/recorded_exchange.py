@@ -11,7 +11,7 @@ largest one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -92,7 +92,7 @@ class Recorder:
         self._spans: list[Span] = []
         self._requests: list[Request] = []
         self._replies: list[Reply] = []
-        self._state = {name: dict(kept) for name, kept in bucket.state.items()}
+        self._state = entries_of(bucket.state)
 
     def note(self, part: Callable[[], T]) -> T:
         """Run a part without requests."""
@@ -125,7 +125,7 @@ class Recorder:
                 request = resume(flow, reply)
         self._spans.append(self._tape.cut())
 
-    def carried(self, part: Callable[[], None]) -> Callable[[], None]:
+    def carrying(self, part: Callable[[], None]) -> Callable[[], None]:
         """Return a part that also keeps the compressor's state where it was.
 
         State that the flow has replaced is written there, for the next step to read it.
@@ -133,7 +133,8 @@ class Recorder:
 
         def close() -> None:
             part()
-            self._carry()
+            if not carried(self._state, self.bucket.state):
+                self._tape.refuse("the compressor's state may be another one")
             if self._tape.refused is not None:
                 self._rescue()
 
@@ -147,27 +148,6 @@ class Recorder:
 
         for kept in self.bucket.state.values():
             kept.update(tree_map(alone, kept))
-
-    def _carry(self) -> None:
-        old, new = list[Tensor](), list[Tensor]()
-        for name, kept in self.bucket.state.items():
-            before = self._state[name]
-            if before.keys() != kept.keys():
-                self._tape.refuse("the compressor's state has other entries")
-                return
-            for key, value in kept.items():
-                known = before[key]
-                if isinstance(value, Tensor) and _alike(value, known):
-                    if value is not known:
-                        old.append(known)
-                        new.append(value)
-                elif not isinstance(value, int | float | str) or value != known:
-                    self._tape.refuse(f"{key} of the compressor's state may change")
-                    return
-        if old:
-            torch._foreach_copy_(old, new)
-        for name, kept in self.bucket.state.items():
-            kept.update(self._state[name])
 
     def seen(self) -> tuple[Sequence[Any], int] | None:
         """Return what was started, and the bytes of what was made; None: it cannot be recorded."""
@@ -194,9 +174,50 @@ def _into(request: Request, reply: Reply) -> Request:
     return request
 
 
+State = Mapping[str, Mapping[str, Any]]
+
+
+def entries_of(state: State) -> State:
+    """Return the entries of a compressor's state, which a flow may replace."""
+    return {name: dict(kept) for name, kept in state.items() if kept}
+
+
+def carried(before: State, state: Mapping[str, dict[str, Any]]) -> bool:
+    """Write tensors that a flow has replaced to where they were, and put these back.
+
+    Recorded work reads them there.
+
+    Args:
+        before: ``entries_of`` the state before the flow.
+        state: after it.
+
+    Returns:
+        Whether no more than that has changed; if not, all is as the flow has left it.
+    """
+    old, new = list[Tensor](), list[Tensor]()
+    for name, kept in state.items():
+        known = before.get(name, {})
+        if known.keys() != kept.keys():
+            return False
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and _alike(value, known[key]):
+                if value is not known[key]:
+                    old.append(known[key])
+                    new.append(value)
+            elif not isinstance(value, int | float | str) or value != known[key]:
+                return False
+    if old:
+        torch._foreach_copy_(old, new)
+    for name, kept in state.items():
+        kept.update(before.get(name, {}))
+    return True
+
+
 def _alike(one: Tensor, other: Any) -> bool:
     """Return whether a tensor can take another one's numbers."""
-    return isinstance(other, Tensor) and (one.shape, one.dtype) == (other.shape, other.dtype)
+    if not isinstance(other, Tensor):
+        return False
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 class Recordings:
@@ -228,6 +249,10 @@ class Recordings:
             layout = self._known[names] = RecordedLayout(situation, kept)
         layout.enter(place)
         return layout
+
+    def forget(self, names: tuple[str, ...]) -> None:
+        """Record a bucket anew."""
+        self._known.pop(names, None)
 
     def recorder(self, layout: RecordedLayout, bucket: Bucket) -> Recorder | None:
         """Return what watches or records a step that is run as it is written; None: nothing."""
