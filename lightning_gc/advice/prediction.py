@@ -17,7 +17,7 @@ from lightning_gc.advice.traces import Asked, Trace, sent, volume
 from lightning_gc.exchange.bucketing import Layout, caps, layout
 
 CAPS: tuple[float | None, ...] = (None, 5.0, 100.0)
-"""Candidates for ``bucket_cap_mb``; None is the default, of DDP or of our strategy."""
+"""Candidates for ``bucket_cap_mb``; None is DDP's default: 1 MiB, then 25 MiB."""
 EVERY = (8, 32)
 """H of local steps."""
 WHOLE = "Identity()"
@@ -45,7 +45,7 @@ class Prediction:
     Attributes:
         name: as tables show it.
         method: name of a method; None is plain DDP.
-        bucket_cap_mb: as for DDP; None is the default.
+        bucket_cap_mb: as for DDP; None is its default.
         whole: parameters that a plan sends uncompressed, though the method would compress them.
         every: H of local steps; 1 exchanges in every step.
         seconds: predicted, of a step.
@@ -79,7 +79,6 @@ class Situation:
         link: between them.
         contention: as for ``timeline``.
         overhead: as for ``timeline``: of DDP's wrapper, which local steps do not use.
-        own_cap: the strategy's default of ``bucket_cap_mb`` on this device; None is DDP's default.
     """
 
     module: Module
@@ -93,7 +92,6 @@ class Situation:
     link: HasSeconds
     contention: float = 0.0
     overhead: float = 0.0
-    own_cap: float | None = None
 
     def plain(self, cap: float | None) -> list[BucketWork]:
         """Return plain DDP's buckets, which need no computation."""
@@ -108,7 +106,7 @@ class Situation:
 
     def compressed(self, traces: Sequence[Trace], cap: float | None) -> list[BucketWork]:
         """Return the buckets of the method that these traces, one per segment, belong to."""
-        buckets = layout(self.nbytes, caps(self.own_cap if cap is None else cap))
+        buckets = layout(self.nbytes, caps(cap))
         return work(buckets, self.pieces, self.ready, traces, self.link)
 
     def step(self, buckets: Sequence[BucketWork]) -> Timeline:
@@ -116,13 +114,9 @@ class Situation:
         return timeline(self.module, buckets, self.contention, self.overhead)
 
 
-def pieces_for(nbytes: Sequence[int], own_cap: float | None = None) -> Layout:
-    """Return segments such that every bucket of every cap in ``CAPS`` consists of some of them.
-
-    ``own_cap`` is another cap, as in ``Situation``.
-    """
-    layouts = (layout(nbytes, caps(cap)) for cap in (*CAPS, own_cap))
-    return segments(nbytes, layouts, sum(nbytes) / 16)
+def pieces_for(nbytes: Sequence[int]) -> Layout:
+    """Return segments such that every bucket of every cap in ``CAPS`` consists of some of them."""
+    return segments(nbytes, (layout(nbytes, caps(cap)) for cap in CAPS), sum(nbytes) / 16)
 
 
 def predict(situation: Situation, knobs: Mapping[str, frozenset[str]]) -> list[Prediction]:
@@ -156,8 +150,6 @@ def _method_rows(situation: Situation, method: str, knob: frozenset[str]) -> Ite
         return [a if on else b for on, a, b in zip(plan, own, whole, strict=True)]
 
     for cap in CAPS:
-        if cap is not None and cap == situation.own_cap:
-            continue  # as None
         drawn = situation.step(situation.compressed(own, cap))
         name = f"{method}{_buckets(cap)}"
         yield Prediction(name, method, cap, (), 1, drawn.seconds, sum(map(sent, own)), drawn)

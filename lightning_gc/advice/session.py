@@ -30,7 +30,6 @@ from lightning_gc.bench.baselines import BF16, FP16, NO_EXCHANGE, NONE, PLAIN, b
 from lightning_gc.bench.benchmark import Say, take_turns
 from lightning_gc.bench.method_run import WARMUP_STEPS, Measurement, measure, train
 from lightning_gc.bench.preparation import BenchError, BenchSetup
-from lightning_gc.exchange.bucketing import cap_on_cuda
 from lightning_gc.exchange.workers import plain_name
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
@@ -265,8 +264,7 @@ class Session:
         }
         timing.gradients = {}
         contention = self._contention(module, gradients)
-        own_cap = cap_on_cuda(nbytes) if self.device.type == "cuda" else None
-        pieces = pieces_for(nbytes, own_cap)
+        pieces = pieces_for(nbytes)
         costs, self.missing = measure_costs(
             {WHOLE: None, **self.methods},
             gradients,
@@ -294,7 +292,6 @@ class Session:
             self.setup.worker.world_size,
             link,
             contention,
-            own_cap=own_cap,
         )
         overhead = max(self._wrapped_turn() - module.step, 0.0)
         asked = link if target.gbps is None else at_rate(link, target.gbps)

@@ -36,7 +36,6 @@ from lightning_gc.advice.timeline import Module
 from lightning_gc.advice.traces import Asked, Shapes, Trace, pattern
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core.registry import did_you_mean
-from lightning_gc.exchange.bucketing import cap_on_cuda
 from lightning_gc.methods.method import Method, parse_method
 from lightning_gc.methods.text_table import plain
 from lightning_gc.transports.network_model import rate
@@ -234,8 +233,7 @@ class WhatIf:
         for each in nbytes:
             done += each
             ready.append(backward * done / sum(nbytes) if self.overlap else backward)
-        own_cap = cap_on_cuda(nbytes) if self.gpu else None
-        pieces = pieces_for(nbytes, own_cap)
+        pieces = pieces_for(nbytes)
         costs = {
             name: [
                 self._cost(name, method, {names[i]: self.shapes[names[i]] for i in piece})
@@ -255,7 +253,6 @@ class WhatIf:
             at_rate(Link(self.gbps, self.latency_us), self.gbps),
             contention=1.0,
             overhead=self._on_gpu("plain DDP", self.parameters, "no synchronisation"),
-            own_cap=own_cap,
         )
 
     def _cost(self, name: str, method: Method | None, shapes: Shapes) -> Trace:

@@ -4,6 +4,8 @@ A flow never communicates itself, so it runs unchanged over NCCL or Gloo and bet
 workers in one thread. Rule for authors: a context manager must not span a ``yield``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,13 +22,39 @@ Reply: TypeAlias = list[Any]
 
 
 class Arrived(list[Any]):
-    """A reply of which the transport can receive the like again, into the same memory.
+    """A reply whose tensors are views of one piece of memory, into which the like can arrive again.
 
     Attributes:
-        memory: the transport's own.
+        memory: all that has arrived, ``(nbytes,)`` uint8.
+        again: what the transport needs to receive the like.
     """
 
-    memory: Any = None
+    memory: Tensor
+    again: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, reply: Reply, memory: Tensor, *again: Any) -> Reply:
+        """Return the reply with its memory; as it is, if some of it lies elsewhere."""
+        storage = memory.untyped_storage()._cdata
+        if any(t.untyped_storage()._cdata != storage for payload in reply for t in payload):
+            return reply
+        made = cls(reply)
+        made.memory, made.again = memory, again
+        return made
+
+    def moved(self, memory: Tensor) -> Arrived:
+        """Return a copy in other memory, of the same size."""
+        memory.copy_(self.memory)
+        begin = self.memory.storage_offset()
+
+        def there(tensor: Tensor) -> Tensor:
+            start = tensor.storage_offset() * tensor.element_size() - begin
+            data = memory[start : start + tensor.numel() * tensor.element_size()]
+            return data.view(tensor.dtype).view(tensor.shape)
+
+        made = Arrived([there(tensor) for tensor in payload] for payload in self)
+        made.memory, made.again = memory, self.again
+        return made
 
 
 class Mean(NamedTuple):
@@ -61,11 +89,13 @@ class Gather(NamedTuple):
 class Exchange(NamedTuple):
     """Send ``payloads[i]`` to worker i. The reply lists the payloads received, in worker order.
 
-    All payloads have the same shapes on all workers, except for tensors with a limit.
+    All payloads have the same shapes on all workers, except for tensors with a limit. ``into`` is
+    as for ``Gather``.
     """
 
     payloads: tuple[Payload, ...]
     limits: Limits | None = None
+    into: Arrived | None = None
 
 
 class MeanShard(NamedTuple):

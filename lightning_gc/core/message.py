@@ -225,6 +225,11 @@ def joined(flats: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(flat.numel() for flat in flats),), (1,))
 
 
+def lies_in(flats: Sequence[Tensor], whole: Tensor) -> bool:
+    """Return whether ``joined`` has returned ``whole`` without a copy."""
+    return all(storage_of(flat) == storage_of(whole) for flat in flats)
+
+
 def evenly(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
     """Return the first of equal tensors, and the distance in elements from each to the next.
 

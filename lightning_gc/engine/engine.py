@@ -26,8 +26,9 @@ from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.recorded_exchange import (
     RecordedExchange,
     RecordedLayout,
-    Recorder,
     Recordings,
+    carried,
+    entries_of,
 )
 from lightning_gc.engine.statistics import Statistics
 from lightning_gc.kernels import dispatch
@@ -211,8 +212,12 @@ class Engine:
                 weights=weights,
                 before=before,
             )
+            before_it = {} if on_host else entries_of(bucket.state)
             with dispatch.host.steady():
                 yield from self._written(bucket, layout)
+            # A step that is not recorded leaves state where a recorded one reads it.
+            if before_it and layout is None and not carried(before_it, bucket.state):
+                self._recordings.forget(bucket.names)
         if self.loss_scaling.revocable and wanted:
             self.loss_scaling.verdicts.append(grad.isfinite().all())
         self.rounds.ended += 1
@@ -253,7 +258,7 @@ class Engine:
         self.statistics.tally.add(recorded.tally)
 
     def _written(self, bucket: Bucket, layout: RecordedLayout | None) -> Flow:
-        recorder = Recorder(bucket) if layout is not None and layout.is_due() else None
+        recorder = None if layout is None else self._recordings.recorder(layout, bucket)
         inner = bucket if recorder is None else recorder.bucket
         open_ = partial(self._open, inner)
         guard = open_() if recorder is None else recorder.note(open_)
@@ -267,7 +272,7 @@ class Engine:
         if recorder is None or layout is None:
             close()
         else:
-            recorder.note(recorder.carried(close))
+            recorder.note(recorder.carrying(close))
             self.statistics.tally.add(inner.tally)
             layout.compare(recorder, exchange.error)
 

@@ -1,30 +1,34 @@
 """RecordedExchange: a bucket's exchange, started again without its Python while it stays the same.
 
-The first step of a layout runs as it is written. The next ones are recorded, until two are equal.
-From then on a step starts the recorded work again, and asks the recorded requests. Everything that
-decides what is started is compared before. If it differs, the step runs as written, and the next
-ones are recorded anew.
+The first step of a layout runs as it is written. The second one is watched, and the third recorded
+if it is equal. From then on a step starts the recorded work again, and asks the recorded requests.
+Everything that decides what is started is compared before. If it differs, the step runs as written,
+and the next ones are watched and recorded anew.
+
+All recorded exchanges of an engine share memory for what they make and receive: the bytes of the
+largest one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from lightning_gc.core import Bucket, Exchange, Flow, Gather, Reply, Request, Tally
 from lightning_gc.core.flow import Arrived, resume
 from lightning_gc.kernels.recording import Span, Tape, tensors_of
 
 TRIES = 8
-"""Steps of a bucket that are recorded at first, until two are equal."""
-KEPT = 1.75
-"""Bytes of the tensors that a recording keeps, at most, in gradients of the bucket."""
+"""Steps of a bucket that are watched or recorded at first."""
+MOST = 4
+"""Bytes that a recorded exchange makes and receives, at most, in gradients of the bucket."""
 SMALL = 1 << 20
-"""Bytes that it may keep in any case."""
+"""Bytes that it may make in any case."""
 T = TypeVar("T")
 
 
@@ -39,6 +43,7 @@ class RecordedExchange:
         closing: after statistics have seen the error.
         error: what the exchange leaves, ``(numel,)``.
         tally: what it adds to the counts.
+        kept: all tensors of which the work has only addresses.
     """
 
     opening: Span
@@ -48,6 +53,7 @@ class RecordedExchange:
     closing: Span
     error: Tensor
     tally: Tally
+    kept: Sequence[Tensor]
 
     def flow(self, step: int) -> Flow:
         """Exchange the bucket, in the step of this number."""
@@ -73,19 +79,20 @@ class Recorder:
     """Runs a bucket's exchange as written, and notes what it starts.
 
     Args:
-        bucket: of which the exchange is recorded. ``bucket`` has the step and the tally to use
-            instead.
+        bucket: of which the exchange is watched or recorded.
+        before: as for ``Tape``.
+
+    Attributes:
+        bucket: the same with the step and the tally to use instead.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
-        grad = bucket.grad
-        size = grad.numel() * grad.element_size()
-        self._tape = Tape(bucket.step, max(KEPT * size, SMALL))
+    def __init__(self, bucket: Bucket, before: tuple[Sequence[Any], Tensor] | None) -> None:
+        self._tape = Tape(bucket.step, bucket.grad.device, before)
         self.bucket = replace(bucket, step=self._tape.step, tally=Tally())
         self._spans: list[Span] = []
         self._requests: list[Request] = []
         self._replies: list[Reply] = []
-        self._state = {name: dict(kept) for name, kept in bucket.state.items()}
+        self._state = entries_of(bucket.state)
 
     def note(self, part: Callable[[], T]) -> T:
         """Run a part without requests."""
@@ -96,6 +103,13 @@ class Recorder:
 
     def follow(self, flow: Flow) -> Flow:
         """Run a flow."""
+        try:
+            yield from self._followed(flow)
+        except BaseException:
+            self._rescue()
+            raise
+
+    def _followed(self, flow: Flow) -> Flow:
         with self._tape.runs():
             request = next(flow, None)
         while request is not None:
@@ -104,15 +118,14 @@ class Recorder:
             self._tape.asks(type(request).__name__, tensors_of(tensors))
             if getattr(request, "limits", None) is not None:
                 self._tape.refuse("lengths vary")
-            reply = yield request
+            reply = self._tape.arrives((yield request))
             self._requests.append(request)
             self._replies.append(reply)
-            self._tape.arrives(tensors_of(reply))
             with self._tape.runs():
                 request = resume(flow, reply)
         self._spans.append(self._tape.cut())
 
-    def carried(self, part: Callable[[], None]) -> Callable[[], None]:
+    def carrying(self, part: Callable[[], None]) -> Callable[[], None]:
         """Return a part that also keeps the compressor's state where it was.
 
         State that the flow has replaced is written there, for the next step to read it.
@@ -120,51 +133,91 @@ class Recorder:
 
         def close() -> None:
             part()
-            self._carry()
+            if not carried(self._state, self.bucket.state):
+                self._tape.refuse("the compressor's state may be another one")
+            if self._tape.refused is not None:
+                self._rescue()
 
         return close
 
-    def _carry(self) -> None:
-        old, new = list[Tensor](), list[Tensor]()
-        for name, kept in self.bucket.state.items():
-            before = self._state[name]
-            for key, value in kept.items():
-                known = before.get(key)
-                if known is value or (not isinstance(value, Tensor) and known == value):
-                    continue
-                if not isinstance(known, Tensor) or not _alike(known, value):
-                    self._tape.refuse(f"{key} of the compressor's state changes")
-                    return
-                old.append(known)
-                new.append(value)
-                kept[key] = known
-            if before.keys() != kept.keys():
-                self._tape.refuse("the compressor's state has other entries")
-        if old:
-            torch._foreach_copy_(old, new)
+    def _rescue(self) -> None:
+        """Take state out of the memory that the next exchange uses."""
 
-    def seen(self) -> Any:
-        """Return what was started, in a form that is equal in an equal step; None: unknown."""
-        return None if self._tape.refused else self._tape.seen
+        def alone(leaf: Any) -> Any:
+            return leaf.clone() if isinstance(leaf, Tensor) and self._tape.holds(leaf) else leaf
 
-    def made(self, error: Tensor) -> RecordedExchange:
-        """Return the recorded exchange."""
+        for kept in self.bucket.state.values():
+            kept.update(tree_map(alone, kept))
+
+    def seen(self) -> tuple[Sequence[Any], int] | None:
+        """Return what was started, and the bytes of what was made; None: it cannot be recorded."""
+        grad = self.bucket.grad
+        most = max(MOST * grad.numel() * grad.element_size(), SMALL)
+        if self._tape.refused is not None or self._tape.nbytes > most:
+            return None
+        return self._tape.seen, self._tape.nbytes
+
+    def made(self, error: Tensor) -> RecordedExchange | None:
+        """Return the recorded exchange; None if the step differed from the one before."""
+        if not self._tape.complete:
+            return None
         opening, *exchange, closing = self._spans
         requests = [_into(r, reply) for r, reply in zip(self._requests, self._replies, strict=True)]
-        tally = self.bucket.tally
-        return RecordedExchange(opening, exchange, requests, self._replies, closing, error, tally)
+        counts = self.bucket.tally, self._tape.kept
+        return RecordedExchange(opening, exchange, requests, self._replies, closing, error, *counts)
 
 
 def _into(request: Request, reply: Reply) -> Request:
     """Return a request whose reply is received into the memory of an earlier one, if it can be."""
-    if isinstance(request, Gather) and isinstance(reply, Arrived):
+    if isinstance(request, Gather | Exchange) and isinstance(reply, Arrived):
         return request._replace(into=reply)
     return request
 
 
+State = Mapping[str, Mapping[str, Any]]
+
+
+def entries_of(state: State) -> State:
+    """Return the entries of a compressor's state, which a flow may replace."""
+    return {name: dict(kept) for name, kept in state.items() if kept}
+
+
+def carried(before: State, state: Mapping[str, dict[str, Any]]) -> bool:
+    """Write tensors that a flow has replaced to where they were, and put these back.
+
+    Recorded work reads them there.
+
+    Args:
+        before: ``entries_of`` the state before the flow.
+        state: after it.
+
+    Returns:
+        Whether no more than that has changed; if not, all is as the flow has left it.
+    """
+    old, new = list[Tensor](), list[Tensor]()
+    for name, kept in state.items():
+        known = before.get(name, {})
+        if known.keys() != kept.keys():
+            return False
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and _alike(value, known[key]):
+                if value is not known[key]:
+                    old.append(known[key])
+                    new.append(value)
+            elif not isinstance(value, int | float | str) or value != known[key]:
+                return False
+    if old:
+        torch._foreach_copy_(old, new)
+    for name, kept in state.items():
+        kept.update(before.get(name, {}))
+    return True
+
+
 def _alike(one: Tensor, other: Any) -> bool:
     """Return whether a tensor can take another one's numbers."""
-    return isinstance(other, Tensor) and (one.shape, one.dtype) == (other.shape, other.dtype)
+    if not isinstance(other, Tensor):
+        return False
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 class Recordings:
@@ -172,6 +225,7 @@ class Recordings:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, ...], RecordedLayout] = {}
+        self._memory: Tensor | None = None
 
     def __reduce__(self) -> tuple[type[Recordings], tuple[()]]:
         """Leave out what has addresses of this process."""
@@ -196,32 +250,52 @@ class Recordings:
         layout.enter(place)
         return layout
 
+    def forget(self, names: tuple[str, ...]) -> None:
+        """Record a bucket anew."""
+        self._known.pop(names, None)
+
+    def recorder(self, layout: RecordedLayout, bucket: Bucket) -> Recorder | None:
+        """Return what watches or records a step that is run as it is written; None: nothing."""
+        if not layout.is_due():
+            return None
+        if layout.seen is None:
+            return Recorder(bucket, None)
+        seen, needed = layout.seen
+        if self._memory is None or self._memory.numel() < needed:
+            largest = max(each.seen[1] for each in self._known.values() if each.seen is not None)
+            for each in self._known.values():
+                each.recorded = None  # its memory would be kept beside the new one
+            device = bucket.grad.device
+            self._memory = torch.empty(largest, dtype=torch.uint8, device=device)
+        return Recorder(bucket, (seen, self._memory))
+
 
 class RecordedLayout:
     """What is known of a bucket in one situation.
 
     Attributes:
         recorded: the exchange, once two steps were equal.
+        seen: what was started in the last watched step, and the bytes of what was made.
     """
 
     def __init__(self, situation: tuple[Any, ...], kept: tuple[Any, ...]) -> None:
         self.situation, self._kept = situation, kept
         self.recorded: RecordedExchange | None = None
+        self.seen: tuple[Sequence[Any], int] | None = None
         self._place = -1
-        self._seen: Any = None  # in the step before, if it was recorded
         self._written = self._tried = self._repeated = 0  # steps
 
     def enter(self, place: int) -> None:
         """Begin a step with the gradient at this address; at another one, record anew."""
         if place != self._place:
-            self.recorded, self._seen, self._place, self._written = None, None, place, 0
+            self.recorded, self.seen, self._place, self._written = None, None, place, 0
         if self.recorded is None:
             self._written += 1
         else:
             self._repeated += 1
 
     def is_due(self) -> bool:
-        """Return whether a step that is run as it is written is to be recorded.
+        """Return whether a step that is run as it is written is to be watched or recorded.
 
         Not the first one, which may compile kernels and lay out buffers. Recording takes longer, so
         it is not tried again and again: at first, as long as it has paid, and now and then.
@@ -234,9 +308,10 @@ class RecordedLayout:
         return paid or later
 
     def compare(self, recorder: Recorder, error: Tensor) -> None:
-        """Keep a recorded step if the one before was equal."""
-        seen = recorder.seen()
-        if seen is not None and seen == self._seen:
-            self.recorded, self._seen = recorder.made(error), None
+        """Keep what was watched, or a recorded step that was equal to it."""
+        if self.seen is None:
+            self.seen = recorder.seen()
         else:
-            self._seen = seen
+            self.recorded = recorder.made(error)
+            if self.recorded is None:
+                self.seen = None

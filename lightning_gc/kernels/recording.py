@@ -12,6 +12,7 @@ step, unless it is handed to a kernel.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,13 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lightning_gc.core.flow import Arrived
 from lightning_gc.kernels import dispatch
 
 Write = tuple[Callable[..., None], tuple[Any, ...]]
 """A function that writes a step's number for a kernel, and its first arguments."""
 STEP = "the step"
+_BLOCK = 512
+"""Bytes; tensors begin at multiples of it, as CUDA's allocator lets them."""
 _running = threading.local()
 _READS = {
     torch.Tag.data_dependent_output,
@@ -91,27 +95,44 @@ class Span:
 class Tape(TorchDispatchMode):
     """Notes what is started on a device while it runs.
 
+    Without ``memory`` it only looks, and counts the bytes of all tensors that are made. With it,
+    they are made there. Several exchanges can then share the memory, since one runs at a time. A
+    tensor that outlives its exchange must not lie there: caches are filled by the first step, and a
+    tape refuses as soon as anything differs from the step before.
+
     Args:
         step: number of the step.
-        most: bytes that all tensors made meanwhile may have, since they are kept.
+        device: on which all is done.
+        before: what was seen in an equal step, and memory of the bytes that it needed, uint8.
 
     Attributes:
         step: the number, to be handed on instead.
         seen: what was started and on what, in a form that is equal in an equal step.
+        nbytes: of all tensors that were made.
         refused: why it cannot be started again, or None.
+        kept: all tensors that were given or made: launches have only their addresses.
     """
 
-    def __init__(self, step: int, most: float) -> None:
+    def __init__(
+        self,
+        step: int,
+        device: torch.device,
+        before: tuple[Sequence[Any], Tensor] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.step = WatchedStep(step)
         self.step.tape = self
         self.seen: list[Any] = []
+        self.nbytes = 0
         self.refused: str | None = None
-        self._plain, self._left = step, most
+        self._before = None if before is None else before[0]
+        self._memory = None if before is None else before[1]
+        self._plain, self._device = step, device
         self._span, self._listens = Span(), True
-        self._made: dict[int, int] = {}  # memory -> its number
-        self._given: set[int] = set()  # memory that was there before
-        self._kept: list[Tensor] = []  # else memory could be taken twice
+        self._starts: list[int] = []  # first bytes of tensors in the memory
+        self._made: dict[int, int] = {}  # allocation -> number of the tensor, elsewhere
+        self._replies: set[int] = set()  # allocations of others, and numbers of tensors
+        self.kept: list[Tensor] = []
 
     @contextmanager
     def runs(self) -> Iterator[None]:
@@ -132,10 +153,20 @@ class Tape(TorchDispatchMode):
         finally:
             self._listens = True
 
+    @property
+    def complete(self) -> bool:
+        """Whether all was as in the step before, and lies in the memory."""
+        before = self._before
+        return self.refused is None and before is not None and len(before) == len(self.seen)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in the memory."""
+        return self._memory is not None and _allocation(tensor) == _allocation(self._memory)
+
     def cut(self) -> Span:
         """Return what has been started since the last cut."""
         span, self._span = self._span, Span()
-        self.seen.append("cut")
+        self._see("cut")
         return span
 
     def refuse(self, why: str) -> None:
@@ -144,20 +175,22 @@ class Tape(TorchDispatchMode):
 
     def asks(self, request: str, tensors: Sequence[Tensor]) -> None:
         """Take note of a request."""
-        self._kept += tensors
-        self._given |= set(map(_memory, tensors))
-        self.seen.append((request, [self._form(tensor) for tensor in tensors]))
+        self.kept += tensors
+        self._see((request, [self._form(tensor) for tensor in tensors]))
 
-    def arrives(self, tensors: Sequence[Tensor]) -> None:
-        """Take note of tensors that have been made, or in which others have written."""
-        for tensor in tensors:
-            memory = _memory(tensor)
-            if memory not in self._made:
-                self._made[memory] = len(self._made)
-                self._left -= 0 if memory in self._given else tensor.untyped_storage().nbytes()
-        self._kept += tensors
-        if self._left < 0:
-            self.refuse("its tensors would need too much memory")
+    def arrives(self, reply: Any) -> Any:
+        """Return a reply, moved to the memory if that can be."""
+        if isinstance(reply, Arrived):
+            number = len(self._made) + len(self._starts)
+            (memory,) = self._placed([reply.memory])
+            self._replies |= {number, _allocation(reply.memory)}
+            if memory is not reply.memory:
+                reply = reply.moved(memory)
+        tensors = tensors_of(reply)
+        self.kept += tensors
+        others = [_allocation(tensor) for tensor in tensors if not self.holds(tensor)]
+        self._replies |= set(others) - self._made.keys()
+        return reply
 
     def without_steps(self, arguments: Sequence[Any]) -> tuple[list[int], list[Any]]:
         """Return where the step is among a kernel's arguments, and them with a plain number."""
@@ -182,47 +215,95 @@ class Tape(TorchDispatchMode):
             arguments: all that it was given, in any nesting; ``STEP`` for the step's number.
         """
         leaves = tree_leaves(arguments)
-        self._kept += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.seen.append((what, [self._form(leaf) for leaf in leaves]))
+        self.kept += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._see((what, [self._form(leaf) for leaf in leaves]))
         self._span.add(call, given, writes)
+
+    def _see(self, what: Any) -> None:
+        at = len(self.seen)
+        self.seen.append(what)
+        if self._before is not None and self._before[at : at + 1] != [what]:
+            self.refuse("it differs from the step before")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.refused is None and self._listens:
-            self._note(func, args, kwargs, result)
+            return self._noted(func, args, kwargs, result)
         return result
 
-    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _noted(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Note an operation, and return its result, maybe in the memory."""
         schema = func._schema
         name = schema.name.removeprefix("aten::")
         if _READS.intersection(func.tags) or name == "lift_fresh":  # data of the host
             self.refuse(f"{name} may have another result next time")
-            return
+            return result
         leaves = tree_leaves((args, kwargs, result))
-        if len({leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}) > 1:
-            self.refuse(f"{name} copies from one device to another")
-            return
-        outputs = tree_leaves(result)
+        if any(leaf.device != self._device for leaf in leaves if isinstance(leaf, Tensor)):
+            self.refuse(f"{name} has numbers of the host")
+            return result
         if schema.is_mutable:
-            again = partial(_call, func, args, kwargs)
-        elif name in _SAME or any(each.alias_info is not None for each in schema.returns):
-            return
-        else:
-            self.arrives(outputs)
-            if name in _EMPTY:
-                return
+            self.add(partial(_call, func, args, kwargs), (), (), name, (args, kwargs))
+            return result
+        if name in _SAME or any(each.alias_info is not None for each in schema.returns):
+            return result
+        results, spec = tree_flatten(result)
+        kept = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        forms = [self._form(leaf) for leaf in tree_leaves((args, kwargs))]
+        self._see((name, forms, [(each.dtype, each.shape, each.stride()) for each in results]))
+        if self.refused is not None:
+            return result
+        outputs = self._placed(results)
+        self.kept += [*kept, *outputs]
+        if name not in _EMPTY:
             zeros = name in _ZEROS
-            again = partial(_zero if zeros else _write, outputs, func, args, kwargs)
-        self.add(again, (), (), name, (args, kwargs, outputs))
+            write = (
+                partial(_zero, outputs) if zeros else partial(_write, outputs, func, args, kwargs)
+            )
+            self._span.add(write, (), ())
+            for output, each in zip(outputs, results, strict=True):
+                if output is not each:
+                    output.copy_(each)
+        return tree_unflatten(outputs, spec)
+
+    def _placed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return places for tensors in the memory, or count their bytes and return them."""
+        placed = []
+        for tensor in tensors:
+            spans = [
+                (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            ]
+            start, nbytes = self.nbytes, (1 + sum(spans)) * tensor.element_size()
+            if not tensor.numel():
+                placed.append(tensor)
+                continue
+            self.nbytes += -(-nbytes // _BLOCK) * _BLOCK
+            if self._memory is None:
+                self._made[_allocation(tensor)] = len(self._made)
+                placed.append(tensor)
+                continue
+            self._starts.append(start)
+            data = self._memory[start : start + nbytes].view(tensor.dtype)
+            placed.append(data.as_strided(tensor.shape, tensor.stride()))
+        return placed
 
     def _form(self, leaf: Any) -> Any:
         """Return what is equal in an equal step: of a tensor the place, of others themselves."""
         if not isinstance(leaf, Tensor):
             return repr(leaf)
-        place = self._made.get(_memory(leaf))
-        at = leaf.data_ptr() if place is None else (place, leaf.storage_offset())
-        return at, leaf.dtype, leaf.shape, leaf.stride()
+        where: Any
+        allocation, offset = _allocation(leaf), leaf.storage_offset() * leaf.element_size()
+        if self.holds(leaf):
+            number = bisect_right(self._starts, offset) - 1
+            where = "reply" if number in self._replies else (number, offset - self._starts[number])
+        elif allocation in self._replies:
+            where = "reply"
+        elif allocation in self._made:
+            where = self._made[allocation], offset
+        else:
+            where = leaf.data_ptr()
+        return where, leaf.dtype, leaf.shape, leaf.stride()
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -243,7 +324,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> None:
     func(*args, **kwargs)
 
 
-def _zero(outputs: Sequence[Tensor], *_: Any) -> None:
+def _zero(outputs: Sequence[Tensor]) -> None:
     for output in outputs:
         output.zero_()
 
@@ -255,6 +336,6 @@ def _write(outputs: Sequence[Tensor], func: Any, args: Any, kwargs: Any) -> None
         output.copy_(result)
 
 
-def _memory(tensor: Tensor) -> int:
+def _allocation(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata  # which meta tensors have too
     return address

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc.compressors import COMPRESSORS, Compressor
 from lightning_gc.core.notices import say
 from lightning_gc.core.settings import parameters_of, unknown_argument
-from lightning_gc.exchange.bucketing import cap_on_cuda, caps, layout
+from lightning_gc.exchange.bucketing import RECORDED, WRITTEN, cap_on_cuda, caps, layout
 from lightning_gc.lightning.api import StrategyAPI
 
 ELSEWHERE = {"error_feedback": "; memory=NoMemory() turns it off, memory=ErrorFeedback() on"}
@@ -69,15 +69,17 @@ def refuse_wrapper_arguments(owner: str, given: Iterable[str], *, wraps: bool = 
 
 
 @contextlib.contextmanager
-def bucket_size(strategy: StrategyAPI, module: nn.Module) -> Iterator[None]:
+def bucket_size(strategy: StrategyAPI, module: nn.Module, *, waits: bool) -> Iterator[None]:
     """Within the body, give DDP a ``bucket_cap_mb`` on CUDA, unless the user gives a size.
 
-    The size follows from the shapes, so it is equal on all workers. If it is not DDP's, worker 0
-    logs it.
+    The size follows from the shapes and ``waits``, so it is equal on all workers. If it is not
+    DDP's, worker 0 logs it.
 
     Args:
         strategy: with the user's arguments of DDP.
         module: to be wrapped.
+        waits: whether an exchange can make the host wait, so that it is never recorded. If this
+            depends on the number of workers, so does the size.
     """
     given = strategy._ddp_kwargs
     named = ("bucket_cap_mb", "bucket_cap_mb_list")  # the list since torch 2.13
@@ -85,8 +87,11 @@ def bucket_size(strategy: StrategyAPI, module: nn.Module) -> Iterator[None]:
         yield
         return
     nbytes = [p.numel() * p.element_size() for p in module.parameters() if p.requires_grad][::-1]
-    cap = cap_on_cuda(nbytes)
-    if cap is not None and strategy.global_rank == 0:
+    cap = cap_on_cuda(nbytes, WRITTEN if waits else RECORDED)
+    if cap is None:
+        yield
+        return
+    if strategy.global_rank == 0:
         ours, usual = (len(layout(nbytes, caps(each))) for each in (cap, None))
         say(
             "Buckets of %d MiB, %d in place of %d, because each takes the GPU's host time. "

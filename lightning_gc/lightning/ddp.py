@@ -57,7 +57,8 @@ class CompressedDDP(RealWorker):
             as ``SignSGD``, which compress every tensor.
         ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
             ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ... Without
-            ``bucket_cap_mb`` a GPU may get larger buckets than DDP's, by the model's size.
+            ``bucket_cap_mb`` a GPU may get larger buckets than DDP's, by the model's size and by
+            whether the method makes the host wait.
 
     Communication pattern:
         The hook queues each bucket for one background thread and returns a future at once; the
@@ -116,7 +117,8 @@ class CompressedDDP(RealWorker):
     def _setup_model(self, model: Any) -> DistributedDataParallel:
         """Wrap the module, after workers have compared theirs: DDP broadcasts by the own sizes."""
         check_agreement({}, Distributed(), self.root_device, model_in_words(model))
-        with bucket_size(self, model):
+        waits = self.checkpoint_parts.workers.configuration.waits(self.world_size)
+        with bucket_size(self, model, waits=waits):
             ddp: DistributedDataParallel = super()._setup_model(model)
         return ddp
 

@@ -157,7 +157,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         self._refuse_rates_unknown(module)
         # DDP broadcasts by the own sizes of each.
         check_agreement({}, Distributed(), self.root_device, model_in_words(module))
-        with bucket_size(self, module):
+        with bucket_size(self, module, waits=self.configuration.waits(self.world_size)):
             ddp: DistributedDataParallel = super().setup_module(module)
         before = self._attached.pop(module, None)
         if before is not None:  # set up again, as for another phase of training

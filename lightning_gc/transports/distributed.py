@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, MeanShard, Payload, Reply, Request
 from lightning_gc.core.flow import Arrived
-from lightning_gc.core.message import FORMAT, Message, Packed, as_bytes, joined
+from lightning_gc.core.message import FORMAT, Message, Packed, as_bytes, joined, lies_in
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Transport,
@@ -139,8 +139,8 @@ class Distributed(Transport):
 
     def _gather(self, request: Gather) -> Reply:
         if request.into is not None:
-            message, gathered = request.into.memory
-            _all_gather(gathered, message, group=self.group)
+            (message,) = request.into.again
+            _all_gather(request.into.memory, message, group=self.group)
             self.sent_bytes += all_gather_bytes(message.numel(), self.workers)
             return request.into
         own, limits = request.tensors, request.limits
@@ -166,11 +166,16 @@ class Distributed(Transport):
         self.sent_bytes += all_gather_bytes(longest, self.workers)
         reply = _unpacked(layouts, rows)
         if isinstance(own, Packed) and message is own.message and message.device.type != "cpu":
-            reply = Arrived(reply)
-            reply.memory = message, gathered
+            return Arrived.of(reply, gathered, message)
         return reply
 
     def _exchange(self, request: Exchange) -> Reply:
+        if request.into is not None:
+            block, away, within, splits = request.into.again
+            dist.all_to_all_single(request.into.memory, block, **splits, group=self.group)
+            self.sent_bytes += away
+            self.node_bytes += within
+            return request.into
         own, limits = request.payloads[self.worker], request.limits
         outgoing = [laid_out(payload, limits) for payload in request.payloads]
         messages = [m.pack(p) for m, p in zip(outgoing, request.payloads, strict=True)]
@@ -191,15 +196,14 @@ class Distributed(Transport):
         rows = arrived.split(sizes)
         if arrived.device.type == "cpu":
             swap(messages, rows, self.group)
-        else:
-            dist.all_to_all_single(
-                arrived,
-                joined(messages),
-                output_split_sizes=sizes,
-                input_split_sizes=[m.nbytes for m in outgoing],
-                group=self.group,
-            )
-        return _unpacked(layouts, rows)
+            return _unpacked(layouts, rows)
+        block, given = joined(messages), [m.nbytes for m in outgoing]
+        splits = {"output_split_sizes": sizes, "input_split_sizes": given}
+        dist.all_to_all_single(arrived, block, **splits, group=self.group)
+        reply = _unpacked(layouts, rows)
+        if all(isinstance(p, Packed) for p in request.payloads) and lies_in(messages, block):
+            return Arrived.of(reply, arrived, block, away, within, splits)
+        return reply
 
     def _exchange_ragged(
         self, payloads: Sequence[Payload], messages: Sequence[Tensor], limits: Limits

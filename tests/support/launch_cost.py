@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
+import gc as gc_of_python
 import math
 import pstats
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -150,11 +151,11 @@ def run_in(name: str, device: torch.device = META, numel: int = 6_500_000) -> Lo
     return bucket
 
 
-def differences(name: str) -> tuple[list[str], int]:
+def differences(name: str, device: torch.device) -> tuple[list[str], int]:
     """Return kernels for which the driver is given other things by Triton than when prepared.
 
-    Also how many launches were compared: those of one exchange as it is written. Tensors are on the
-    CPU, so that they have addresses.
+    On the CPU tensors have addresses, and exchanges are not recorded. On meta recorded launches are
+    compared, too. Also how many launches were compared: those of one exchange as it is written.
     """
     from lightning_gc.kernels.gpu import prepared_launch
 
@@ -167,18 +168,43 @@ def differences(name: str) -> tuple[list[str], int]:
         return started
 
     with as_written():
-        bucket = run_in(name, torch.device("cpu"), 20_000)
+        bucket = run_in(name, device, 20_000)
         with mock.patch.object(prepared_launch, "start", noted):
             bucket()
-    for program, grid, arguments, constants, started in calls:
+    again = _recorded_launches(name, bucket.engine.step - 1) if device == META else []
+    for index, (program, grid, arguments, constants, started) in enumerate(calls):
         if started is None:
             found.append(f"{program.__name__} is not prepared")
             continue
         variant, _ = started
-        sizes = variant.sizes
-        again = (program, grid, arguments, constants)
-        by = _stub.given(sizes, partial(prepared_launch.by_triton, *again))
-        ours = _stub.given(sizes, partial(start, *again, may_prepare=False))
-        if by != ours:
-            found.append(f"{program.__name__}: {by} by Triton, {ours} when prepared")
+        given = program, grid, arguments, constants
+        theirs = _stub.given(variant.sizes, partial(prepared_launch.by_triton, *given))
+        ours = _stub.given(variant.sizes, partial(start, *given, may_prepare=False))
+        if ours != theirs:
+            found.append(f"{program.__name__}: {theirs} by Triton, {ours} when prepared")
+        for way in again[index : index + 1]:
+            numbers = [i for i, form in enumerate(variant.formats) if form != "P"]
+            kept, theirs = (_numbers(g, numbers) for g in (_stub.given(variant.sizes, way), theirs))
+            if kept != theirs:
+                found.append(f"{program.__name__}: {theirs} as written, {kept} when recorded")
     return found, len(calls)
+
+
+def _numbers(given: tuple[bytes, list[int]], places: Sequence[int]) -> tuple[Any, ...]:
+    """Return the arguments that are no addresses: a recorded exchange has memory of its own."""
+    arguments, sizes = given
+    return [arguments[8 * i : 8 * i + 8] for i in places], sizes
+
+
+def _recorded_launches(name: str, step: int) -> list[Callable[[], object]]:
+    """Return the launches of a recorded exchange, in order, set to a step."""
+    with recorded():
+        exchange = run_in(name, META, 20_000).recorded
+    assert exchange is not None
+    gc_of_python.collect()  # memory of the recorded arguments must not be freed
+    found: list[Callable[[], object]] = []
+    for span in (exchange.opening, *exchange.exchange, exchange.closing):
+        for write, place in span._writes:
+            write(*place, step)
+        found += [partial(call, *given) for call, given in span._calls if len(given) > 4]
+    return [*found, lambda: exchange]

@@ -74,14 +74,15 @@ KERNELS = Path("tests/units/kernels")
 ELSEWHERE = {"cold_start", "compiled_before_the_first_step", "compiles", "numba", "on_gpu"}
 ELSEWHERE |= {"prepared_launch"}
 FILES = {path.stem.removeprefix("test_"): path for path in (ROOT / KERNELS).glob("test_*.py")}
-SELECTED = [f"test_{name}.py" for name in sorted(FILES.keys() - ELSEWHERE - {"buckets"})]
-# All of these take ten minutes, so each test is apart.
-BUCKETS = re.findall(r"^def (test_\w+)", FILES["buckets"].read_text(), re.M)
-SELECTED += [f"test_buckets.py::{test}" for test in BUCKETS]
+LONG = ("buckets", "recording")  # so each test is apart
+SELECTED = [f"test_{name}.py" for name in sorted(FILES.keys() - ELSEWHERE - {*LONG})]
+for name in LONG:
+    tests = re.findall(r"^def (test_\w+)", FILES[name].read_text(), re.M)
+    SELECTED += [f"test_{name}.py::{test}" for test in tests]
 
 
 @needs_triton
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.nightly
 @pytest.mark.parametrize("selected", SELECTED)
 def test_kernels_in_the_interpreter(selected: str) -> None:

@@ -134,6 +134,7 @@ class Variant:
         """
         buffer = ctypes.create_string_buffer(self._buffer.raw, len(self._buffer))
         pointers = self._pointers_into(buffer)
+        pointers.kept = buffer  # type: ignore[attr-defined] # which only its addresses are in
         writes: list[Write] = [
             (struct.Struct("@" + self.formats[at]).pack_into, (buffer, self._offsets[at]))
             for at in places
@@ -259,7 +260,7 @@ def start(
         launch()
         return None
     with torch.no_grad():
-        variants[tuple(key)] = _first(program, constants, arguments, launch, (grid, values, stream))
+        variants[tuple(key)] = _first(program, constants, arguments, launch, grid, stream)
     return None
 
 
@@ -268,32 +269,38 @@ def _first(
     constants: Mapping[str, Any],
     arguments: Sequence[Any],
     launch: Callable[[], Any],
-    given: tuple[Sequence[int], Sequence[Any], int],
+    grid: Sequence[int],
+    stream: int,
 ) -> Variant | None:
-    """Launch by Triton, and compare all that the kernel can reach with a prepared launch's result.
+    """Launch by Triton, and compare its result with a prepared launch's, on copies.
 
-    The host waits for it, once per variant.
+    All is copied that the kernel can reach. The host waits, once per variant.
     """
     global _trusted
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    reached = {tensor.untyped_storage().data_ptr(): _whole(tensor) for tensor in tensors}
     try:
-        reached = _memory_of(arguments)
-        before = [memory.clone() for memory in reached]
+        copies = {address: whole.clone() for address, whole in reached.items()}
     except torch.OutOfMemoryError:
         launch()
         return None
     compiled = launch()
+    moved = {address: copy.data_ptr() - address for address, copy in copies.items()}
+    if any(distance % 16 for distance in moved.values()):
+        return None  # another variant
+    values = [
+        each.data_ptr() + moved[each.untyped_storage().data_ptr()]
+        if isinstance(each, Tensor)
+        else each
+        for each in arguments
+    ]
     try:
         variant = Variant(compiled, program, constants)
-        wanted = [memory.clone() for memory in reached]
-    except (Unknown, OSError, torch.OutOfMemoryError):
+        variant.start(grid, values, stream)
+    except (Unknown, OSError, struct.error, OverflowError):
         return None
-    for memory, old in zip(reached, before, strict=True):
-        memory.copy_(old)
-    variant.start(*given)
-    if all(map(equal, reached, wanted)):
+    if all(equal(whole, copies[address]) for address, whole in reached.items()):
         return variant
-    for memory, right in zip(reached, wanted, strict=True):
-        memory.copy_(right)
     _trusted = False
     warnings.warn(
         f"The kernel {program.__name__} gave another result when the driver started it directly. "
@@ -307,11 +314,7 @@ def _first(
 equal = torch.equal
 
 
-def _memory_of(arguments: Sequence[Any]) -> list[Tensor]:
-    """Return the allocations in which tensors lie, as bytes."""
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t for t in tensors}
-    return [
-        torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-        for t in storages.values()
-    ]
+def _whole(tensor: Tensor) -> Tensor:
+    """Return the allocation in which a tensor lies, as bytes."""
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())

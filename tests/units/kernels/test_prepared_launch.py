@@ -61,9 +61,10 @@ def test_calls_of_a_bucket(name: str) -> None:
 
 
 @methods
-def test_the_driver_is_given_the_same(name: str) -> None:
-    """Grid, block, shared memory and each argument's bytes."""
-    different, compared = launch_cost.differences(name)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_driver_is_given_the_same(name: str, device: str) -> None:
+    """Grid, block, shared memory and each argument's bytes; on meta when recorded, too."""
+    different, compared = launch_cost.differences(name, torch.device(device))
     assert not different
     assert compared or name == "Identity()"
 

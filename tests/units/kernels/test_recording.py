@@ -25,6 +25,7 @@ from tests.support.recording import SHAPES, Group, kernels_elsewhere
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.timeout(900),
     # The interpreter computes with numpy, which warns of what floats do.
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
 ]
@@ -174,14 +175,14 @@ def test_same_bits(compressor: Compressor) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("compressor", METHODS, ids=repr)
 def test_same_bits_in_forty_steps(compressor: Compressor) -> None:
-    assert len(run(compressor, None, 2, 40, FORTY)) > 10
+    assert len(run(compressor, None, 1, 40, FORTY)) > 10
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("memory", MEMORIES, ids=repr)
 @pytest.mark.parametrize("compressor", [gc.QSGD(4), gc.TopK(0.05)], ids=repr)
 def test_memories(compressor: Compressor, memory: Memory) -> None:
-    replayed = run(compressor, memory, 2, 40, FORTY)
+    replayed = run(compressor, memory, 1, 40, FORTY)
     assert bool(replayed) == (not isinstance(memory, gc.CSER)), "CSER asks which step it is"
 
 
@@ -202,6 +203,12 @@ def test_replies_may_lie_elsewhere() -> None:
     assert run(gc.Cast(), None, 2, 5, {}, copies=True)
 
 
+def test_a_step_in_between_leaves_state_where_it_is_read() -> None:
+    """The monitor measures norms in a step that it logs, which runs as written."""
+    assert run(gc.PowerSGD(2), None, 1, 8, {5: measure, 6: measure}) == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.nightly
 def test_statistics_go_on() -> None:
     assert run(gc.Cast(), None, 1, 7, {0: watch})
 
@@ -213,7 +220,6 @@ def test_statistics_go_on() -> None:
         lambda x, step: x.sum().item(),
         lambda x, step: x.nonzero(),
         lambda x, step: x.add_(torch.tensor([1.0, 2.0, 3.0])),
-        lambda x, step: torch.empty(2000),
         lambda x, step: step % 2 == 0,
         lambda x, step: step < 9,
         lambda x, step: step == 3,
@@ -221,7 +227,7 @@ def test_statistics_go_on() -> None:
     ],
 )
 def test_what_a_tape_refuses(reads: Callable[[Tensor, int], Any]) -> None:
-    tape = Tape(3, most=100)
+    tape = Tape(3, torch.device("cpu"))
     with tape.runs():
         reads(torch.ones(3), tape.step)
     assert tape.refused
@@ -238,7 +244,7 @@ def test_what_a_tape_refuses(reads: Callable[[Tensor, int], Any]) -> None:
 )
 def test_what_a_tape_takes(reads: Callable[[Tensor, int], Any]) -> None:
     """A comparison has the same result for ever if the step only grows."""
-    tape = Tape(3, most=100)
+    tape = Tape(3, torch.device("cpu"))
     x = torch.ones(3)
     with tape.runs():
         reads(x, tape.step)

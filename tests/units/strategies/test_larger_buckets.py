@@ -1,4 +1,4 @@
-"""On CUDA, strategies give DDP larger buckets for some models, and never over a user's size."""
+"""On CUDA, DDP gets larger buckets if the host waits, and never over a user's size."""
 
 import logging
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from lightning_gc import CompressedDDPStrategy, CompressedFabricStrategy, TopK
 from lightning_gc.advice.what_if import MODELS
 from lightning_gc.lightning import ddp, fabric
 
+WAITS = TopK(selection="sampled")
 Setup = Callable[..., dict[str, Any]]
 """Sets a module up on a device, and returns the arguments that reach DDP."""
 
@@ -37,10 +38,12 @@ def arguments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(room, "check_agreement", lambda *_: None)
     monkeypatch.setattr(room, "Distributed", lambda: None)
 
-    def call(module: nn.Module, device: str, worker: int = 0, **options: Any) -> dict[str, Any]:
+    def call(
+        module: nn.Module, device: str, method: TopK = WAITS, worker: int = 0, **options: Any
+    ) -> dict[str, Any]:
         monkeypatch.setattr(cls, "root_device", torch.device(device))
         monkeypatch.setattr(cls, "global_rank", worker)
-        strategy = cls(TopK(), **options)
+        strategy = cls(method, **options)
         with pytest.raises(Reached):
             (strategy._setup_model if of_trainer else strategy.setup_module)(module)
         assert strategy._ddp_kwargs == options  # for the next module
@@ -71,21 +74,25 @@ def test_parameters_that_are_not_trained_do_not_count(arguments: Setup) -> None:
     model = gpt2()
     for param in list(model.parameters())[:-4]:
         param.requires_grad_(False)
-    assert arguments(model, "cuda").get("bucket_cap_mb") is None
+    assert arguments(model, "cuda") == {}
 
 
 @pytest.mark.parametrize(
-    ("device", "options"),
+    ("device", "method", "options"),
     [
-        ("cpu", {}),
-        ("cpu", {"static_graph": True}),
-        ("cuda", {"bucket_cap_mb": 25}),
-        ("cuda", {"bucket_cap_mb": 0.005, "static_graph": True}),
+        ("cpu", WAITS, {}),
+        ("cuda", WAITS, {"bucket_cap_mb": 25}),
+        ("cuda", WAITS, {"bucket_cap_mb": 0.005, "static_graph": True}),
+        ("cuda", TopK(), {"static_graph": True}),  # its exchange is recorded
     ],
 )
-def test_nothing_on_a_cpu_or_over_a_users_size(
-    arguments: Setup, device: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+def test_sizes_that_stay(
+    arguments: Setup,
+    device: str,
+    method: TopK,
+    options: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert arguments(gpt2(), device, **options) == options
+    assert arguments(gpt2(), device, method, **options) == options
     assert not caplog.records
