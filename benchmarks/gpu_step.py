@@ -4,7 +4,7 @@ One worker trains GPT-2 (124 M parameters) over NCCL, in bfloat16 by autocast, w
 worker nothing travels, but everything is compressed, sent to itself and decoded: what a step takes
 longer than without synchronisation is what a network must save. More workers add the decoding of
 what they send where a method gathers payloads. Methods take turns; the medians of steps are shown.
-Each runs with buckets of 25 MiB, which earlier pages have, and of the size that is chosen on a GPU.
+Each runs with buckets of the size that DDP or the strategy chooses, and of 25 and 100 MiB.
 
 The host's time of a step ends when all its work is queued. It includes waiting for the GPU if the
 GPU is more than about a thousand operations behind. In a method's first turn some more steps run
@@ -346,8 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     names = [NONE, PLAIN, *METHODS, *(name for name in BASELINES if name not in (NONE, PLAIN))]
     add("--methods", nargs="+", choices=names, default=names, metavar="METHOD")
-    sizes = "MiB, besides the chosen size (default: 25)"
-    add("--buckets", nargs="*", type=int, default=[25], metavar="SIZE", help=sizes)
+    sizes = "MiB, besides the chosen size (default: 25 100)"
+    add("--buckets", nargs="*", type=int, default=[25, 100], metavar="SIZE", help=sizes)
     add("--batch", type=int, default=8, help="texts of 1,024 words (default: %(default)s)")
     add("--steps", type=int, default=20, help="in each turn (default: %(default)s)")
     add("--rounds", type=int, default=3, help="turns of each method (default: %(default)s)")

@@ -40,7 +40,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 def call(folder: Path, *more: str) -> None:
     methods = ["--methods", "no synchronisation", "plain DDP", "QSGD(4)"]
     where = ["--rows", str(folder / "rows" / "rows.jsonl"), "--out", str(folder)]
-    gpu_step.main([*methods, *where, "--rounds", "2", "--steps", "2", *more])
+    gpu_step.main([*methods, *where, "--buckets", "25", "--rounds", "2", "--steps", "2", *more])
 
 
 TURNS = [

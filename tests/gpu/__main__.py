@@ -49,7 +49,7 @@ SHARDED = tuple(f"tests/processes/test_hsdp{x}.py" for x in ("", "_resume", "_wa
 SHARDED += ("tests/processes/test_fsdp.py",)
 LOCAL = tuple(f"tests/processes/test_local_steps{x}.py" for x in ("", "_resume"))
 SEVERAL = "tests/gpu/test_several.py"
-STEPS_OF_GPT2 = ("benchmarks/gpu_step.py", "--rounds", "1", "--steps", "12")
+STEPS_OF_GPT2 = ("benchmarks/gpu_step.py", "--rounds", "1", "--steps", "12", "--buckets", "100")
 LAST_LINE = r"^=*\s*(.*(?:passed|failed|skipped|error).* in [\d.]+s.*?)\s*=*$"  # of pytest
 GRACE = 10.0
 """Seconds in which pytest may report what it has found by then, before it is killed."""

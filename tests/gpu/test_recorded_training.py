@@ -169,7 +169,7 @@ class Lines(logging.Handler):
 
 
 def buckets(
-    worker: int, shapes: dict[str, tuple[int, ...]], options: dict[str, Any]
+    worker: int, compressor: Any, shapes: dict[str, tuple[int, ...]], options: dict[str, Any]
 ) -> tuple[list[int], list[str]]:
     """Return how many buckets each of four steps has, and what was said of their size."""
     counts, lines, hook = list[int](), Lines(), Synchronizer.hook
@@ -187,7 +187,7 @@ def buckets(
 
     with mock.patch.object(Synchronizer, "hook", noted):
         fit(
-            ddp(gc.Cast(), memory=gc.NoMemory(), **options),
+            ddp(compressor, **options),
             lambda: OfShapes(shapes),
             own_batches(worker, 4),
             devices=WORKERS,
@@ -198,15 +198,19 @@ def buckets(
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU, for which sizes are chosen")
-def test_as_many_buckets_as_announced() -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_as_many_buckets_as_announced(waits: bool) -> None:
     """DDP makes its last buckets after the first step, in the order of readiness."""
-    shapes = MODELS["gpt2"]()
-    found = run_in_processes(buckets, WORKERS, shapes, {}, timeout=300)
-    (line,) = found[0][1]
-    announced = re.match(r"Buckets of 100 MiB, (\d+) in place of 13,", line)
-    assert announced is not None, line
-    assert {counts[-1] for counts, _ in found} == {int(announced[1])}
-    assert not any(said for _, said in found[1:])
+    compressor = gc.HardThreshold(1e3) if waits else gc.Cast()
+    found = run_in_processes(buckets, WORKERS, compressor, MODELS["gpt2"](), {}, timeout=300)
+    said, wanted = found[0][1], 13
+    if waits:
+        announced = re.match(r"Buckets of 100 MiB, (\d+) in place of 13,", said[0])
+        assert announced is not None, said
+        wanted = int(announced[1])
+    assert len(said) == waits
+    assert {counts[-1] for counts, _ in found} == {wanted}
+    assert not any(lines for _, lines in found[1:])
 
 
 @pytest.mark.parametrize("cap", [25, 0.5])
@@ -216,7 +220,9 @@ def test_a_users_size_holds(cap: float) -> None:
     if DEVICE == "cpu":
         shapes = {n: (max(1, s[0] // 16), *s[1:]) for n, s in shapes.items() if s[0] < 50_000}
     nbytes = [4 * torch.Size(shape).numel() for shape in shapes.values()][::-1]
-    found = run_in_processes(buckets, WORKERS, shapes, {"bucket_cap_mb": cap}, timeout=300)
+    found = run_in_processes(
+        buckets, WORKERS, gc.Cast(), shapes, {"bucket_cap_mb": cap}, timeout=300
+    )
     for counts, said in found:
         assert counts[-1] == len(layout(nbytes, caps(cap)))
         assert not said
