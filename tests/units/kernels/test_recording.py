@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +10,20 @@ import torch
 from torch import Tensor
 
 import lightning_gc as gc
-from lightning_gc import ErrorFeedback, NoMemory
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.per_parameter import layerwise
-from lightning_gc.engine import Engine
-from lightning_gc.engine.statistics import EpochStatistics
 from lightning_gc.kernels.recording import Tape
 from lightning_gc.memories import Memory
-from tests.support.bucket_kernels import gradient
-from tests.support.counted_waits import on_device
 from tests.support.kernel_device import INTERPRETED, some
-from tests.support.recording import SHAPES, Group, kernels_elsewhere
+from tests.support.recording import (
+    AS_WRITTEN,
+    FEW,
+    FORTY,
+    MEMORIES,
+    METHODS,
+    measure,
+    run,
+    watch,
+)
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1"),
@@ -29,139 +31,6 @@ pytestmark = [
     # The interpreter computes with numpy, which warns of what floats do.
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
 ]
-METHODS: list[Compressor] = [
-    *(gc.Cast(), gc.Identity(), gc.QSGD(4), gc.Uniform(9, block_size=64), gc.Int8(), gc.Float8()),
-    *(gc.TopK(0.05), gc.TopK(0.05, "bfloat16"), gc.ChunkedTopK(0.1, 64), gc.RandomK(0.1)),
-    *(gc.EFSignSGD(), gc.OneBitSGD(), gc.SignSGD(), gc.PowerSGD(2), gc.GradZip()),
-    gc.Quantised(gc.ChunkedTopK(0.1, 64), gc.BinMeans(2, 16)),
-]
-AS_WRITTEN: list[Compressor] = [gc.TernGrad(), gc.HardThreshold(1.0), gc.AtomoSVD()]
-"""Methods in which the host reads random numbers or lengths."""
-MEMORIES: list[Memory] = [
-    *(NoMemory(), ErrorFeedback(0.5, gain=0.5), ErrorFeedback(lr_aware=True)),
-    *(gc.LocalMomentum(), gc.MomentumCorrection(), gc.EF21(), gc.CSER(every=3)),
-]
-
-
-def move(group: Group) -> None:
-    """Put the gradients elsewhere, as DDP's new buckets do."""
-    group.kept = list(group.grads)  # else the allocator could give the same memory
-    group.grads = [on_device(grad.held) for grad in group.grads]  # type: ignore[attr-defined]
-
-
-def change_levels(group: Group) -> None:
-    """Make the compressor tighter, or as it was."""
-    for engine in group.engines:
-        knob, levels = engine.compressor.traits.knob, engine.levels
-        if knob is not None:
-            levels.set(levels._first.level if levels.changed else knob.tightest)
-
-
-def leave_uncompressed(group: Group) -> None:
-    """Send everything uncompressed, or compress again."""
-    for engine in group.engines:
-        if engine.compressor.traits.knob is not None:
-            engine.levels.set(engine.levels._first.level if engine.levels.uncompressed else None)
-
-
-def measure(group: Group) -> None:
-    """Measure norms, as the monitor does in steps that it logs, or stop it."""
-    for engine in group.engines:
-        engine.statistics.norms_wanted = not engine.statistics.norms_wanted
-
-
-def resume(group: Group) -> None:
-    """Go on in new engines, as after a restart."""
-    with kernels_elsewhere():
-        for index, engine in enumerate(group.engines):
-            fresh = group.make(index, len(group.engines))
-            fresh.load_state_dict(engine.state_dict())
-            requested = engine.levels.requested()
-            if requested is not None:
-                fresh.levels.set(*requested)
-            fresh.statistics.tally.add(engine.tally)
-            group.engines[index] = fresh
-
-
-def scale(group: Group) -> None:
-    """Scale the loss, as float16 needs it."""
-    with kernels_elsewhere():
-        for engine in group.engines:
-            engine.begin_fit(revocable=True)
-            engine.prepare(on_device(torch.tensor(1024.0)), None)
-
-
-def rescale(group: Group) -> None:
-    """Change the scale in place, as a gradient scaler does."""
-    for engine in group.engines:
-        engine.loss_scaling.scale.held.mul_(0.5)  # type: ignore[union-attr]
-
-
-def watch(group: Group) -> None:
-    """Let a controller's statistics see gradients and errors."""
-    for engine in group.engines:
-        engine.statistics.epoch = EpochStatistics("epoch sum", True, True, True)
-
-
-def rest(group: Group) -> None:
-    """Set a learning rate of 0, in which a step changes no error, or another one."""
-    for engine in group.engines:
-        now = engine.learning_rates.now.get("a", 0.1)
-        engine.prepare(engine.loss_scaling.scale, dict.fromkeys(SHAPES, 0.1 - now))
-
-
-KINDS = ("normal", "idle", "ties", "normal", "not finite", "huge", "idle")
-FORTY = {
-    **{6: move, 10: change_levels, 14: measure, 15: measure, 18: resume, 22: change_levels},
-    **{23: watch, 27: scale, 30: rescale, 33: rest, 34: rest, 35: leave_uncompressed},
-    36: leave_uncompressed,
-}
-FEW = {5: move, 10: change_levels, 15: resume}
-
-
-def run(
-    compressor: Compressor,
-    memory: Memory | None,
-    workers: int,
-    steps: int,
-    events: Mapping[int, Callable[[Group], None]],
-    **options: Any,
-) -> list[int]:
-    """Compare exchanges in every step; return in which ones recorded work was started."""
-
-    def make(worker: int, workers: int) -> Engine:
-        return Engine(layerwise(compressor), memory, worker=worker, workers=workers)
-
-    written = Group(make, workers, recorded=False, **options)
-    recorded = Group(make, workers, recorded=True, **options)
-    replayed = []
-    for step in range(steps):
-        for group in (written, recorded):
-            if step in events:
-                events[step](group)
-        kind = KINDS[step % len(KINDS)]
-        gradients = [_gradient(kind, worker, step) for worker in range(workers)]
-        before = recorded.replays
-        written.step(gradients)
-        recorded.step(gradients)
-        for ours, theirs in zip(recorded.everything(), written.everything(), strict=True):
-            assert _same(ours, theirs), (step, kind)
-        if all(before) and all(recorded.replays):
-            replayed.append(step)
-    return replayed
-
-
-def _gradient(kind: str, worker: int, step: int) -> Tensor:
-    flat = gradient(kind, list(SHAPES.values()), worker, step)
-    if kind == "not finite" and worker == 0:
-        flat[::50] = math.nan
-    return flat
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(
-        one.nan_to_num(7.0), other.nan_to_num(7.0)
-    )
 
 
 @pytest.mark.parametrize("compressor", some(METHODS, [gc.QSGD(4)]), ids=repr)
