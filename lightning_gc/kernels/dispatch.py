@@ -391,11 +391,11 @@ def launcher() -> ModuleType:
     return _module("gpu.prepared_launch")
 
 
-def queue_of(device: torch.device) -> tuple[int, bool]:
-    """Return where this thread queues kernels, and whether a profiler is told of each of them."""
+def queue_of(device: torch.device) -> tuple[int, int, bool]:
+    """Return the current device, where this thread queues kernels, and if a profiler watches."""
     if device.type != "cuda" or not _has_triton():
-        return 0, False
-    found: tuple[int, bool] = launcher().queue_of(device.index)
+        return 0, 0, False
+    found: tuple[int, int, bool] = launcher().queue_of(device.index)
     return found
 
 

@@ -65,7 +65,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         found[threading.current_thread().name] += 1
 
     monkeypatch.setattr(Variant, "start", noted)
-    monkeypatch.setattr(prepared_launch, "_variants", {})
+    monkeypatch.setattr(prepared_launch, "_mine", prepared_launch.PerThread())
     monkeypatch.setattr(prepared_launch, "_trusted", True)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The kernel .* gave another result")
@@ -236,13 +236,13 @@ def test_variants_do_not_pile_up(starts: Counter[str]) -> None:
     outs = [torch.zeros(BLOCK + i, device="cuda") for i in range(40)]
     for first, out in enumerate(outs):
         count(out, first + 2)
-    kept = [len(variants) for _, variants in prepared_launch._variants.values()]
+    kept = [len(variants) for _, variants in prepared_launch._mine.variants.values()]
     before = torch.cuda.memory_allocated()
     for first, out in enumerate(outs):
         count(out, first + 2)
     garbage.collect()
     assert torch.cuda.memory_allocated() == before
-    assert [len(variants) for _, variants in prepared_launch._variants.values()] == kept == [1]
+    assert [len(variants) for _, variants in prepared_launch._mine.variants.values()] == kept == [1]
     assert starts.total() >= 2 * len(outs) - 1
 
 

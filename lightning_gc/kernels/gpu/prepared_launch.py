@@ -15,9 +15,9 @@ import ctypes
 import functools
 import re
 import struct
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -35,7 +35,20 @@ _FORMATS = {
 """Triton's type of a number -> that of ``struct``. Larger numbers are variants of their own."""
 _SINGLE = (("num_ctas", 1), ("launch_cooperative_grid", False), ("launch_pdl", False))
 _hooks: Any = triton.knobs.runtime if hasattr(triton, "knobs") else CompiledKernel
-_variants: dict[int, tuple[list[int], dict[Any, Variant | None]]] = {}
+
+
+class PerThread(threading.local):
+    """Variants of one thread, by the kernel's identity. A new thread begins with Triton's way.
+
+    Attributes:
+        variants: which arguments Triton specialises on, and what is prepared; None: nothing can be.
+    """
+
+    def __init__(self) -> None:
+        self.variants: dict[int, tuple[list[int], dict[Any, Variant | None]]] = {}
+
+
+_mine = PerThread()
 UNTRIED: Any = object()
 _trusted = True  # until a prepared launch has given another result
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
@@ -187,9 +200,10 @@ def hooked() -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def queue_of(device: int) -> tuple[int, bool]:
-    """Return the driver's handle of this thread's stream, and whether a profiler watches."""
-    return driver.active.get_current_stream(device), hooked()
+def queue_of(device: int) -> tuple[int, int, bool]:
+    """Return the current device, the driver's handle of the stream, and if a profiler watches."""
+    now = driver.active
+    return now.get_current_device(), now.get_current_stream(device), hooked()
 
 
 def by_triton(
@@ -222,14 +236,14 @@ def start(
         constants: its constants, and Triton's options, by name.
         may_prepare: whether a new variant is prepared, for which the host waits.
     """
-    if not _trusted or not isinstance(program, JITFunction) or hooked():
+    if not _trusted or not isinstance(program, JITFunction) or 0 in grid or hooked():
         by_triton(program, grid, arguments, constants)
         return None
-    known = _variants.get(id(program))
+    known = _mine.variants.get(id(program))
     if known is None:
         free = [each for each in program.params if not each.is_constexpr]
         aligned = [i for i, each in enumerate(free) if not each.do_not_specialize]
-        known = _variants[id(program)] = (aligned, {})
+        known = _mine.variants[id(program)] = (aligned, {})
     aligned, variants = known
     values, key, here = list[Any](), list[Any](constants.items()), None
     for argument in arguments:
@@ -242,7 +256,7 @@ def start(
         key.append((values[i] % 16 == 0, values[i] == 1))
     assert here is not None
     device = max(here.get_device(), 0)
-    key += device, get_ident()
+    key.append(device)
     variant = variants.get(tuple(key), UNTRIED)
     if variant is None or driver.active.get_current_device() != device:
         by_triton(program, grid, arguments, constants)

@@ -130,6 +130,18 @@ def test_threads_share_no_memory() -> None:
     assert read == {"first": 20, "second": 36}
 
 
+def test_an_empty_grid_starts_nothing(stub: Stub) -> None:
+    from lightning_gc.kernels.gpu import prepared_launch
+    from lightning_gc.kernels.gpu.segments import zero_non_finite
+
+    flat = torch.ones(100)
+    clean(flat, 20)
+    before = stub.launches
+    arguments = zero_non_finite, (0,), (flat, 20), {"BLOCK": 2048}
+    assert prepared_launch.start(*arguments, may_prepare=True) is None
+    assert stub.launches == before
+
+
 def test_a_larger_number_is_another_variant() -> None:
     flat = torch.ones(100)
     clean(flat, 20)
@@ -150,7 +162,7 @@ def test_another_result_is_not_trusted() -> None:
     with (
         mock.patch.object(prepared_launch, "by_triton", computes),
         mock.patch.object(prepared_launch, "_trusted", True),
-        mock.patch.object(prepared_launch, "_variants", {}),
+        mock.patch.object(prepared_launch, "_mine", prepared_launch.PerThread()),
     ):
         with pytest.warns(UserWarning, match="zero_non_finite gave another result"):
             assert clean(flat, 20) is None
