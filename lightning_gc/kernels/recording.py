@@ -249,6 +249,9 @@ class Tape(TorchDispatchMode):
         if name in _SAME or any(each.alias_info is not None for each in schema.returns):
             return result
         results, spec = tree_flatten(result)
+        if not all(isinstance(each, Tensor) for each in results):
+            self.refuse(f"{name} returns numbers to the host")
+            return result
         kept = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         forms = [self._form(leaf) for leaf in tree_leaves((args, kwargs))]
         self._see((name, forms, [(each.dtype, each.shape, each.stride()) for each in results]))
