@@ -1,4 +1,4 @@
-"""What a bucket costs the host of a GPU, measured on a machine without a GPU.
+"""Measure what a bucket costs the host of a GPU, on a machine without a GPU.
 
 Triton's own run-time starts the kernels, over a driver that does nothing (``driver_stub``). Tensors
 are on ``meta``: torch makes and cuts them in C++, and nothing is computed. Not in the figures: the
@@ -7,8 +7,8 @@ collectives, streams and DDP's hook. It needs gcc.
 
 A bucket has 6.5 million elements in nine parameters, of one worker. It is compressed, laid out as a
 message, and decoded. Each row has the microseconds of a bucket as it is written with Triton's own
-launches, with prepared launches, and recorded; what the recorded launches alone take; and how many
-functions a bucket calls.
+launches, with prepared launches, and recorded. Then it has the time of the recorded launches alone,
+and how many functions a bucket calls.
 
     python benchmarks/launch_cost.py --methods "TopK(0.01)" --profile
 """

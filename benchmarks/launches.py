@@ -27,22 +27,15 @@ from lightning_gc.exchange.bucketing import DEFAULT_CAPS, layout
 from lightning_gc.methods.text_table import markdown
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support import launch_cost
 from tests.support.launches import Counts, Shapes, launches
 
 METHODS: dict[str, gc.Compressor] = {
-    "Identity()": gc.Identity(),
-    "Cast()": gc.Cast(),
-    "QSGD(4)": gc.QSGD(4),
-    "EFSignSGD()": gc.EFSignSGD(),
-    "RandomK(0.01)": gc.RandomK(0.01),
-    "TopK(0.01)": gc.TopK(0.01),
+    **launch_cost.METHODS,
     "TopK(0.01), bfloat16": gc.TopK(0.01, "bfloat16"),
     "TopK(0.01), sampled": gc.TopK(0.01, selection="sampled"),
     "HardThreshold(0.03)": gc.HardThreshold(0.03),
-    "ChunkedTopK()": gc.ChunkedTopK(),
-    "PowerSGD(2)": gc.PowerSGD(2),
     "Quantised(TopK, QSGD)": gc.Quantised(gc.TopK(0.01), gc.QSGD(4, 64)),
-    "Quantised(ChunkedTopK, BinMeans(2))": gc.Quantised(gc.ChunkedTopK(), gc.BinMeans(2)),
 }
 CUTS = (1, 8, 64)
 

@@ -587,6 +587,8 @@ class Attached:
             self._detach()
         if self._background is not None:
             self._background.close(failed)
+        for engine in self._setup.workers.engines:
+            engine.end_fit()
 
     def _detach(self) -> None:
         """Take off what listens to the module."""

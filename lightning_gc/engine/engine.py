@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,18 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.core import WHOLE, Bucket, Each, Flow, Number, Record, Structure, Tally
+from lightning_gc.core import (
+    WHOLE,
+    Bucket,
+    Each,
+    Flow,
+    Number,
+    Record,
+    Reply,
+    Request,
+    Structure,
+    Tally,
+)
 from lightning_gc.core.saved_state import ERRORS, Plain, each_tensor
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.engine.error_buffers import (
@@ -26,8 +37,8 @@ from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.recorded_exchange import (
     RecordedExchange,
     RecordedLayout,
+    Recorder,
     Recordings,
-    carried,
     entries_of,
 )
 from lightning_gc.engine.statistics import Statistics
@@ -196,8 +207,9 @@ class Engine:
             self._open_round(step)
         on_host = grad.device.type == "cpu"  # where values decide what is done
         layout = None if on_host else self._layout(grad, shapes, wanted)
+        turn = BucketRound(self)
         if layout is not None and layout.recorded is not None:
-            yield from self._again(layout.recorded, grad, shapes, step)
+            yield from turn.again(layout.recorded, Bucket(grad, shapes, step))
         else:
             bucket = Bucket(
                 grad,
@@ -212,12 +224,15 @@ class Engine:
                 weights=weights,
                 before=before,
             )
-            before_it = {} if on_host else entries_of(bucket.state)
+            recorder = None if layout is None else self._recordings.recorder(layout, bucket)
+            old = {} if on_host else entries_of(bucket.state)
             with dispatch.host.steady():
-                yield from self._written(bucket, layout)
-            # A step that is not recorded leaves state where a recorded one reads it.
-            if before_it and layout is None and not carried(before_it, bucket.state):
-                self._recordings.forget(bucket.names)
+                error = yield from turn.as_written(bucket, recorder)
+            if recorder is not None and layout is not None:
+                self.statistics.tally.add(recorder.bucket.tally)
+                layout.compare(recorder, error)
+            elif old:
+                self._recordings.keep_state(old, bucket)
         if self.loss_scaling.revocable and wanted:
             self.loss_scaling.verdicts.append(grad.isfinite().all())
         self.rounds.ended += 1
@@ -238,98 +253,6 @@ class Engine:
             *(*map(id, kept), dispatch.queue_of(grad.device)),
         )
         return self._recordings.of(tuple(shapes), grad.data_ptr(), situation, kept)
-
-    def _again(
-        self,
-        recorded: RecordedExchange,
-        grad: Tensor,
-        shapes: Mapping[str, tuple[int, ...]],
-        step: int,
-    ) -> Flow:
-        recorded.opening.start(step)
-        watched = self.loss_scaling.revocable or self.statistics.epoch is not None
-        if watched:
-            bucket = Bucket(grad, shapes, step)
-            self._see_gradient(bucket)
-        yield from recorded.flow(step)
-        if watched:
-            self._see_error(bucket, recorded.error, None)
-        recorded.closing.start(step)
-        self.statistics.tally.add(recorded.tally)
-
-    def _written(self, bucket: Bucket, layout: RecordedLayout | None) -> Flow:
-        recorder = None if layout is None else self._recordings.recorder(layout, bucket)
-        inner = bucket if recorder is None else recorder.bucket
-        open_ = partial(self._open, inner)
-        guard = open_() if recorder is None else recorder.note(open_)
-        self._see_gradient(bucket)
-        exchange = BucketExchange(inner, self.levels, self.scheme, guard, self.statistics)
-        flow = self._exchange(inner, exchange, guard)
-        yield from flow if recorder is None else recorder.follow(flow)
-        if self.statistics.epoch is not None or exchange.norm_before is not None:
-            self._see_error(bucket, exchange.error, exchange.norm_before)
-        close = partial(self._close, inner, exchange)
-        if recorder is None or layout is None:
-            close()
-        else:
-            recorder.note(recorder.carrying(close))
-            self.statistics.tally.add(inner.tally)
-            layout.compare(recorder, exchange.error)
-
-    def _open(self, bucket: Bucket) -> Guard | None:
-        """Look at the gradient and unscale it."""
-        grad, scale = bucket.grad, self.loss_scaling.scale
-        bucket.tally.grad_elements += bucket.numel
-        bucket.tally.grad_bytes += bucket.numel * grad.element_size()
-        guard, layouts = None, self.buffers.layouts
-        if bucket.numel and not self.levels.traits.exact:
-            guard = Guard(bucket, layouts, self.memory.unused, scatters=self.scatters)
-        if scale is not None:
-            grad.div_(scale)
-        return guard
-
-    def _see_gradient(self, bucket: Bucket) -> None:
-        """Let statistics see the gradient, and keep what a skipped step gives back."""
-        if self.statistics.epoch is not None:
-            self.statistics.epoch.see_gradient(bucket)
-        if self.memory.buffers and self.loss_scaling.revocable:
-            self.loss_scaling.back_up(self.buffers.live(bucket))
-
-    def _exchange(self, bucket: Bucket, exchange: BucketExchange, guard: Guard | None) -> Flow:
-        """Run the memory's flow, and restore what must not change."""
-        memory = self.memory
-        state = self.buffers.flat(bucket) if memory.buffers else {}
-        resting = self.learning_rates.back_up(bucket, self.buffers) if memory.lr_aware else []
-        if guard is not None and len(state) > 1:  # a single one is the error, which is set aside
-            guard.hold([state[name] for name in memory.buffers if name not in memory.common])
-        yield from memory.flow(bucket, state, exchange)
-        if not exchange.absorbed:
-            for buffer in state.values():  # else NaN and overflow would stay in it
-                clean(buffer)
-        self._clear_padding(bucket, state)
-        if guard is not None:
-            guard.release()
-        for live, copy in resting:
-            live.copy_(copy)
-        if state:
-            self.buffers.keep(bucket, state)
-
-    def _clear_padding(self, bucket: Bucket, state: Mapping[str, Tensor]) -> None:
-        for name, _, stop in bucket.spans() if self.padding else ():
-            for buffer in state.values():
-                buffer[stop - self.padding.get(name, 0) : stop].zero_()
-
-    def _see_error(self, bucket: Bucket, error: Tensor, before: Tensor | None) -> None:
-        rates = self.learning_rates.now if self.memory.buffers else None
-        self.statistics.see_error(bucket, error, before, rates)
-
-    def _close(self, bucket: Bucket, exchange: BucketExchange) -> None:
-        """Write the mean in the gradient's own units."""
-        grad, scale = bucket.grad, self.loss_scaling.scale
-        if exchange.mean is not grad:
-            grad.copy_(exchange.mean)
-        if scale is not None:
-            grad.mul_(scale)
 
     def _open_round(self, step: int) -> None:
         self.rounds.opened = step
@@ -425,6 +348,10 @@ class Engine:
             self.loss_scaling.forget()
             self.rounds.begin_again()
 
+    def end_fit(self) -> None:
+        """Free the memory of recorded exchanges, and of the gradients that they exchange."""
+        self._recordings = Recordings()
+
     def reset(self, step: int = 0) -> None:
         """Drop all state and start at ``step``."""
         self.loss_scaling.forget()
@@ -433,6 +360,106 @@ class Engine:
         self.learning_rates.of_errors = {}
         self.rounds.step = step
         self.rounds.begin_again()  # the next round is a new one, even if it has the same step
+
+
+class BucketRound:
+    """One bucket in one round of an engine: as it is written, or a recorded exchange again."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def again(self, recorded: RecordedExchange, bucket: Bucket) -> Flow:
+        """Start recorded work again. Only statistics read ``bucket``."""
+        engine, step = self._engine, bucket.step
+        recorded.opening.start(step)
+        self._see_gradient(bucket)
+        yield from recorded.flow(step)
+        if engine.statistics.epoch is not None:
+            self._see_error(bucket, recorded.error, None)
+        recorded.closing.start(step)
+        engine.statistics.tally.add(recorded.tally)
+
+    def as_written(
+        self, bucket: Bucket, recorder: Recorder | None
+    ) -> Generator[Request, Reply, Tensor]:
+        """Exchange a bucket, record it if that is due, and return the error."""
+        engine = self._engine
+        inner = bucket if recorder is None else recorder.bucket
+        guard = self._open(inner) if recorder is None else recorder.note(partial(self._open, inner))
+        self._see_gradient(bucket)
+        exchange = BucketExchange(inner, engine.levels, engine.scheme, guard, engine.statistics)
+        flow = self._exchange(inner, exchange, guard)
+        yield from flow if recorder is None else recorder.follow(flow)
+        if engine.statistics.epoch is not None or exchange.norm_before is not None:
+            self._see_error(bucket, exchange.error, exchange.norm_before)
+        if recorder is None:
+            self._close(inner, exchange)
+        else:
+            recorder.note(recorder.carrying(partial(self._close, inner, exchange)))
+        return exchange.error
+
+    def _open(self, bucket: Bucket) -> Guard | None:
+        """Look at the gradient and unscale it."""
+        engine, grad = self._engine, bucket.grad
+        bucket.tally.grad_elements += bucket.numel
+        bucket.tally.grad_bytes += bucket.numel * grad.element_size()
+        guard, layouts = None, engine.buffers.layouts
+        if bucket.numel and not engine.levels.traits.exact:
+            guard = Guard(bucket, layouts, engine.memory.unused, scatters=engine.scatters)
+        if engine.loss_scaling.scale is not None:
+            grad.div_(engine.loss_scaling.scale)
+        return guard
+
+    def _see_gradient(self, bucket: Bucket) -> None:
+        """Let statistics see the gradient, and keep what a skipped step gives back."""
+        engine = self._engine
+        if engine.statistics.epoch is not None:
+            engine.statistics.epoch.see_gradient(bucket)
+        if engine.memory.buffers and engine.loss_scaling.revocable:
+            engine.loss_scaling.back_up(engine.buffers.live(bucket))
+
+    def _exchange(self, bucket: Bucket, exchange: BucketExchange, guard: Guard | None) -> Flow:
+        """Run the memory's flow, and restore what must not change."""
+        memory, buffers, rates = (
+            self._engine.memory,
+            self._engine.buffers,
+            self._engine.learning_rates,
+        )
+        state = buffers.flat(bucket) if memory.buffers else {}
+        resting = rates.back_up(bucket, buffers) if memory.lr_aware else []
+        if guard is not None and len(state) > 1:  # a single one is the error, which is set aside
+            guard.hold([state[name] for name in memory.buffers if name not in memory.common])
+        yield from memory.flow(bucket, state, exchange)
+        if not exchange.absorbed:
+            for buffer in state.values():  # else NaN and overflow would stay in it
+                clean(buffer)
+        if self._engine.padding:
+            self._clear_padding(bucket, state)
+        if guard is not None:
+            guard.release()
+        for live, copy in resting:
+            live.copy_(copy)
+        if state:
+            buffers.keep(bucket, state)
+
+    def _clear_padding(self, bucket: Bucket, state: Mapping[str, Tensor]) -> None:
+        padding = self._engine.padding
+        for name, _, stop in bucket.spans():
+            for buffer in state.values():
+                buffer[stop - padding.get(name, 0) : stop].zero_()
+
+    def _see_error(self, bucket: Bucket, error: Tensor, before: Tensor | None) -> None:
+        engine = self._engine
+        rates = engine.learning_rates.now if engine.memory.buffers else None
+        engine.statistics.see_error(bucket, error, before, rates)
+
+    def _close(self, bucket: Bucket, exchange: BucketExchange) -> None:
+        """Write the mean in the gradient's own units."""
+        grad, scale = bucket.grad, self._engine.loss_scaling.scale
+        if exchange.mean is not grad:
+            grad.copy_(exchange.mean)
+        if scale is not None:
+            grad.mul_(scale)
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class RecordedExchange:
         closing: after statistics have seen the error.
         error: what the exchange leaves, ``(numel,)``.
         tally: what it adds to the counts.
-        kept: all tensors of which the work has only addresses.
+        kept: the tensors that it reads and writes. Launches have only their addresses.
     """
 
     opening: Span
@@ -79,7 +79,7 @@ class Recorder:
     """Runs a bucket's exchange as written, and notes what it starts.
 
     Args:
-        bucket: of which the exchange is watched or recorded.
+        bucket: to exchange.
         before: as for ``Tape``.
 
     Attributes:
@@ -105,7 +105,7 @@ class Recorder:
         """Run a flow."""
         try:
             yield from self._followed(flow)
-        except BaseException:
+        except BaseException:  # also an interrupt: the state stays, and the memory is used again
             self._rescue()
             raise
 
@@ -250,9 +250,15 @@ class Recordings:
         layout.enter(place)
         return layout
 
-    def forget(self, names: tuple[str, ...]) -> None:
-        """Record a bucket anew."""
-        self._known.pop(names, None)
+    def keep_state(self, old: State, bucket: Bucket) -> None:
+        """Leave a compressor's state where a recorded step reads it, after one that is not.
+
+        Args:
+            old: ``entries_of`` the state before the step.
+            bucket: that was exchanged, with the state after it.
+        """
+        if bucket.names in self._known and not carried(old, bucket.state):
+            del self._known[bucket.names]
 
     def recorder(self, layout: RecordedLayout, bucket: Bucket) -> Recorder | None:
         """Return what watches or records a step that is run as it is written; None: nothing."""
@@ -271,7 +277,7 @@ class Recordings:
 
 
 class RecordedLayout:
-    """What is known of a bucket in one situation.
+    """A bucket's recorded exchange in one situation, or how far its recording is.
 
     Attributes:
         recorded: the exchange, once two steps were equal.

@@ -7,11 +7,13 @@ compiled, in a process of its own: the library cannot be taken out again. It nee
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import importlib
 import os
 import pkgutil
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -119,5 +121,7 @@ def _works(family: str, device: torch.device) -> bool:
 
 
 def in_new_folder() -> Stub:
-    """Install the stub in a temporary folder that the process leaves behind."""
-    return install(Path(tempfile.mkdtemp(prefix="lightning_gc_stub_")))
+    """Install the stub in a temporary folder, which goes with the process."""
+    folder = Path(tempfile.mkdtemp(prefix="lightning_gc_stub_"))
+    atexit.register(shutil.rmtree, folder)
+    return install(folder)

@@ -191,7 +191,7 @@ def differences(name: str, device: torch.device) -> tuple[list[str], int]:
 
 
 def _numbers(given: tuple[bytes, list[int]], places: Sequence[int]) -> tuple[Any, ...]:
-    """Return the arguments that are no addresses: a recorded exchange has memory of its own."""
+    """Return the numbers among the arguments. A recorded exchange has other addresses."""
     arguments, sizes = given
     return [arguments[8 * i : 8 * i + 8] for i in places], sizes
 

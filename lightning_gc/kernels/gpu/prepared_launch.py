@@ -32,7 +32,8 @@ _FORMATS = {
     **{"i1": "?", "u1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H"},
     **{"i32": "i", "u32": "I", "fp32": "f", "f32": "f"},
 }
-"""Triton's type of a number -> that of ``struct``. Larger numbers are variants of their own."""
+"""Triton's type of a number -> ``struct``'s. A number of 64 bits needs a variant that is left to
+Triton."""
 _SINGLE = (("num_ctas", 1), ("launch_cooperative_grid", False), ("launch_pdl", False))
 _hooks: Any = triton.knobs.runtime if hasattr(triton, "knobs") else CompiledKernel
 
@@ -120,7 +121,7 @@ class Variant:
 
         Args:
             grid: numbers of programs, one to three.
-            values: of the arguments that are no constants; addresses of tensors.
+            values: of the arguments without the constants; tensors as addresses.
             stream: the driver's handle of it.
 
         Raises:
@@ -162,7 +163,7 @@ class Variant:
 
 
 def _formats(compiled: Any, program: JITFunction[Any], constants: Mapping[str, Any]) -> list[str]:
-    """Return ``struct``'s type of each argument that is no constant."""
+    """Return ``struct``'s type of each argument, without the constants."""
     names, types = program.arg_names, dict[str, str]()
     for key, kind in compiled.src.signature.items():  # by name, by index, or by a path of one
         index = key[0] if isinstance(key, tuple) else key

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc as garbage
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import Tensor
 
 import lightning_gc as gc
 from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.per_parameter import layerwise
+from lightning_gc.engine import Engine
 from lightning_gc.kernels.recording import Tape
 from lightning_gc.memories import Memory
 from tests.support.kernel_device import INTERPRETED, some
@@ -20,6 +24,8 @@ from tests.support.recording import (
     FORTY,
     MEMORIES,
     METHODS,
+    Group,
+    local_gradient,
     measure,
     run,
     watch,
@@ -74,6 +80,24 @@ def test_replies_may_lie_elsewhere() -> None:
 def test_a_step_in_between_leaves_state_where_it_is_read() -> None:
     """The monitor measures norms in a step that it logs, which runs as written."""
     assert run(gc.PowerSGD(2), None, 1, 8, {5: measure, 6: measure}) == [3, 4, 5, 6, 7]
+
+
+def test_the_end_of_a_fit_frees_gradients() -> None:
+    """An engine stays from fit to fit, and DDP's buckets must not."""
+
+    def make(worker: int, workers: int) -> Engine:
+        return Engine(layerwise(gc.Cast()), worker=worker, workers=workers)
+
+    group = Group(make, 1, recorded=True)
+    for step in range(4):
+        group.step([local_gradient("normal", 0, step)])
+    assert all(group.replays)
+    gradient = weakref.ref(group.grads.pop().held.untyped_storage())  # type: ignore[attr-defined]
+    assert gradient() is not None
+    (engine,) = group.engines
+    engine.end_fit()
+    garbage.collect()
+    assert gradient() is None
 
 
 @pytest.mark.nightly
