@@ -225,7 +225,8 @@ class Engine:
                 before=before,
             )
             recorder = None if layout is None else self._recordings.recorder(layout, bucket)
-            old = {} if on_host else entries_of(bucket.state)
+            skipped = layout is None and not on_host  # recorded steps before and after it go on
+            old = entries_of(bucket.state) if skipped else {}
             with dispatch.host.steady():
                 error = yield from turn.as_written(bucket, recorder)
             if recorder is not None and layout is not None:

@@ -31,6 +31,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Flow, resume
 from lightning_gc.engine import Engine
+from lightning_gc.engine.recorded_exchange import RecordedLayout
 from lightning_gc.kernels import gpu
 from lightning_gc.kernels.gpu import prepared_launch
 from lightning_gc.schemes import Scheme
@@ -127,6 +128,8 @@ def counting(workers: int) -> Iterator[Counting]:
             for name in stand_ins.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
         stack.enter_context(mock.patch.object(Bucket, "generator", counted_waits.generator))
+        # Steps as written. What a recorded one starts has its own bound, in test_prepared_launch.
+        stack.enter_context(mock.patch.object(RecordedLayout, "is_due", return_value=False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(counts)
         yield counts
