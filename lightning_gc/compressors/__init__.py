@@ -12,6 +12,7 @@ from lightning_gc.compressors.base import Traits as Traits
 from lightning_gc.compressors.base import Unbounded as Unbounded
 from lightning_gc.compressors.base import Variance as Variance
 from lightning_gc.compressors.base import Waits as Waits
+from lightning_gc.compressors.base import Worst as Worst
 from lightning_gc.compressors.identity import Identity as Identity
 from lightning_gc.compressors.lossless import Lossless as Lossless
 from lightning_gc.compressors.low_rank.atomo_svd import AtomoSVD as AtomoSVD
@@ -78,6 +79,7 @@ from lightning_gc.compressors.sparsifiers.variance_sparsifier import (
     VarianceSparsifier as VarianceSparsifier,
 )
 from lightning_gc.compressors.wrappers.induced import Induced as Induced
+from lightning_gc.compressors.wrappers.menu import Menu as Menu
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter as PerParameter
 from lightning_gc.compressors.wrappers.quantised import Quantised as Quantised
 from lightning_gc.compressors.wrappers.size_switch import SizeSwitch as SizeSwitch

@@ -187,7 +187,17 @@ class Unbounded:
         return math.inf
 
 
-Bound = Contraction | AbsoluteError | Multiple | Unbounded
+@dataclass(frozen=True)
+class Worst:
+    """Each bound may be the one that holds."""
+
+    bounds: tuple[Bound, ...]
+
+    def allowed(self, squared_norm: float) -> float:
+        return max(bound.allowed(squared_norm) for bound in self.bounds)
+
+
+Bound = Contraction | AbsoluteError | Multiple | Unbounded | Worst
 
 
 class Compressor(Settings, abc.ABC):

@@ -192,7 +192,8 @@ def _point(
         bucket = Bucket(buffer, shapes, step=step, seed=engine.seed, state=state)
         transport = Simulated(1)
         with torch.no_grad():
-            transport.run([compressor.flow(bucket, buffer, out, engine.scheme)])
+            scheme = engine.levels.scheme_of(compressor)
+            transport.run([compressor.flow(bucket, buffer, out, scheme)])
         error = float(torch.linalg.vector_norm(buffer, dtype=torch.float64))
         nbytes = float(transport.message_bytes[0])
         if not state[name]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_gc.compressors import Collective, Compressor
-from lightning_gc.compressors.base import Traits, Waits
+from lightning_gc.compressors.base import Waits
+from lightning_gc.compressors.wrappers.menu import entries_of
 from lightning_gc.core.registry import make
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.schemes import AllGather, AllGatherOrTwoShot, AllReduce, Scheme, TwoShot
@@ -17,24 +20,43 @@ def combine(
     Memory: the one that the compressor names, else ``ErrorFeedback()`` for biased compressors and
     ``NoMemory()`` for unbiased ones. Scheme: ``AllReduce()`` for linear compressors, ``TwoShot()``
     for votes, ``AllGatherOrTwoShot()`` for other quantisers and ``Lossless()``, ``AllGather()`` for
-    the rest, none for a ``Collective``.
+    the rest, none for a ``Collective``. A ``Menu`` has the memory that its biased compressors name,
+    and no scheme, since each compressor has its own.
 
     Raises:
-        ValueError: the scheme's ``check`` refuses the compressor, or the memory's refuses either.
+        ValueError: the scheme's ``check`` refuses the compressor, or the memory's refuses either;
+            compressors of a menu have different default memories.
     """
+    entries = entries_of(compressor)
+    memory = memory or make("memory", _default_memory(compressor, entries), MEMORIES, Memory)
+    for entry in entries:
+        if scheme is not None:
+            scheme.check(entry)
+        memory.check(entry, scheme or default_scheme(entry))
+    return compressor, memory, scheme or (default_scheme(compressor) if len(entries) == 1 else None)
+
+
+def _default_memory(compressor: Compressor, entries: Sequence[Compressor]) -> str:
+    named = {entry: entry.traits.default_memory for entry in entries}
+    found = {
+        entry: name or ("none" if entry.traits.unbiased else "error_feedback")
+        for entry, name in named.items()
+    }
+    several = sorted({*found.values()} - {"none"}) or ["none"]
+    if len(several) > 1:
+        theirs = ", ".join(f"{entry} has {name!r}" for entry, name in found.items())
+        raise ValueError(
+            f"{compressor}: its compressors have different default memories: {theirs}. Give the "
+            f"memory that all are to have, such as memory='error_feedback'."
+        )
+    return several[0]
+
+
+def default_scheme(compressor: Compressor) -> Scheme | None:
+    """Return the scheme that a compressor has by default; None if it has rounds of its own."""
+    if isinstance(compressor.method, Collective):
+        return None
     traits = compressor.traits
-    if memory is None:
-        default = traits.default_memory or ("none" if traits.unbiased else "error_feedback")
-        memory = make("memory", default, MEMORIES, Memory)
-    if scheme is not None:
-        scheme.check(compressor)
-    elif not isinstance(compressor.method, Collective):
-        scheme = _default_scheme(traits)
-    memory.check(compressor, scheme)
-    return compressor, memory, scheme
-
-
-def _default_scheme(traits: Traits) -> Scheme:
     if traits.linear:
         return AllReduce()
     if traits.kind not in ("dense", "quantiser"):

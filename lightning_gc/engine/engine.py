@@ -94,8 +94,9 @@ class Engine:
 
     Attributes:
         levels: the compressor at its current levels.
-        memory, scheme: as given, or the default; no scheme for a ``Collective``.
+        memory: as given, or the default.
         reads_weights: as the memory's.
+        scatters: this worker gets only its own shard of each parameter's mean.
         buffers: the memory's state.
         compressor_state: parameter name -> the compressor's own state.
         rounds: counts rounds.
@@ -117,13 +118,14 @@ class Engine:
         workers: int = 1,
         seed: int = 0,
     ) -> None:
-        compressor, self.memory, self.scheme = combine(compressor, memory, scheme)
+        compressor, self.memory, scheme = combine(compressor, memory, scheme)
         self.reads_weights = self.memory.reads_weights
         self.worker = worker
         self.workers = workers
         self.peers: int | None = None
         self.seed = seed
-        self.levels = Levels(compressor)
+        self.levels = Levels(compressor, scheme)
+        self.scatters = scheme is not None and scheme.scatters
         stored, names = self.memory.stored, self.memory.buffers
         self.buffers = ErrorBuffers(names) if stored is None else NarrowBuffers(names, stored)
         self.compressor_state: dict[str, dict[str, Any]] = {}
@@ -141,9 +143,9 @@ class Engine:
         return self.levels.compressor
 
     @property
-    def scatters(self) -> bool:
-        """Whether this worker gets only its own shard of each parameter's mean."""
-        return self.scheme is not None and self.scheme.scatters
+    def scheme(self) -> Scheme | None:
+        """As given, or the default at the current levels; None for a ``Collective``."""
+        return self.levels.scheme
 
     def dense_bytes(self, nbytes: int) -> int:
         """Return the bytes that this worker would send for ``nbytes`` of uncompressed gradients."""
@@ -211,6 +213,9 @@ class Engine:
         if layout is not None and layout.recorded is not None:
             yield from turn.again(layout.recorded, Bucket(grad, shapes, step))
         else:
+            state = {name: self.compressor_state.setdefault(name, {}) for name in shapes}
+            if self.levels.on_menu:
+                self.levels.own_state(state, shapes)
             bucket = Bucket(
                 grad,
                 shapes,
@@ -218,7 +223,7 @@ class Engine:
                 seed=self.seed,
                 worker=self.worker,
                 workers=self.workers,
-                state={name: self.compressor_state.setdefault(name, {}) for name in shapes},
+                state=state,
                 tally=self.statistics.tally,
                 wanted=wanted,
                 weights=weights,
@@ -388,7 +393,7 @@ class BucketRound:
         inner = bucket if recorder is None else recorder.bucket
         guard = self._open(inner) if recorder is None else recorder.note(partial(self._open, inner))
         self._see_gradient(bucket)
-        exchange = BucketExchange(inner, engine.levels, engine.scheme, guard, engine.statistics)
+        exchange = BucketExchange(inner, engine.levels, guard, engine.statistics)
         flow = self._exchange(inner, exchange, guard)
         yield from flow if recorder is None else recorder.follow(flow)
         if engine.statistics.epoch is not None or exchange.norm_before is not None:
@@ -405,7 +410,7 @@ class BucketRound:
         bucket.tally.grad_elements += bucket.numel
         bucket.tally.grad_bytes += bucket.numel * grad.element_size()
         guard, layouts = None, engine.buffers.layouts
-        if bucket.numel and not engine.levels.traits.exact:
+        if bucket.numel and not (engine.levels.exact and not engine.memory.buffers):
             guard = Guard(bucket, layouts, engine.memory.unused, scatters=engine.scatters)
         if engine.loss_scaling.scale is not None:
             grad.div_(engine.loss_scaling.scale)

@@ -18,7 +18,6 @@ from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.statistics import Statistics
 from lightning_gc.kernels.segments import Idle, peaks, silence
 from lightning_gc.memories.base import Unused
-from lightning_gc.schemes import Scheme
 
 
 class Guard:
@@ -162,7 +161,6 @@ class BucketExchange:
 
     bucket: Bucket
     levels: Levels
-    scheme: Scheme | None  # None: the compressor is a Collective
     guard: Guard | None
     statistics: Statistics
 
@@ -178,7 +176,7 @@ class BucketExchange:
         if buffer is self.bucket.grad and self._absorbs(buffer):
             return self._absorbed(buffer, None, 1.0, 1.0)
         own, mean = self._tensors(buffer)
-        flow = self.levels.compressor.flow(self.bucket, own, mean, self.scheme)
+        flow = self.levels.compressor.flow(self.bucket, own, mean, self.levels.scheme)
         return self._run(flow, buffer, own, mean)
 
     def feedback(
@@ -197,7 +195,7 @@ class BucketExchange:
         plain = self.guard is not None and not self.statistics.norms_wanted
         if not plain or not self._in_place(buffer) or not self._in_place(self.bucket.grad):
             return False
-        return self.levels.compressor.whole.absorbs(self.bucket, buffer, self.scheme)
+        return self.levels.compressor.whole.absorbs(self.bucket, buffer, self.levels.scheme)
 
     def _absorbed(
         self, buffer: Tensor, grad: Tensor | None, decay: float, gain: float
@@ -205,16 +203,15 @@ class BucketExchange:
         assert self.guard is not None
         self.absorbed, self.error, self.mean = True, buffer, self.bucket.grad
         bucket = replace(self.bucket, pending=self.guard.pending(grad, decay, gain))
-        flow = self.levels.compressor.flow(bucket, buffer, self.mean, self.scheme)
+        flow = self.levels.compressor.flow(bucket, buffer, self.mean, self.levels.scheme)
         yield from self.guard.watch(flow)
         return self.mean
 
     def dense(self, buffer: Tensor) -> Generator[Request, Reply, Tensor]:
         """Exchange ``buffer`` uncompressed."""
         own, mean = self._tensors(buffer)
-        whole = (
-            dense(own, mean) if self.scheme is None else self.scheme.dense(self.bucket, own, mean)
-        )
+        scheme = self.levels.scheme
+        whole = dense(own, mean) if scheme is None else scheme.dense(self.bucket, own, mean)
         return self._run(whole, buffer, own, mean)
 
     def _tensors(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,8 +228,8 @@ class BucketExchange:
 
     def _in_place(self, flat: Tensor) -> bool:
         """Whether ``flat`` is precise enough: 32 bits or more, or no arithmetic is done on it."""
-        averaged = self.scheme is not None and self.scheme.averages
-        return flat.dtype.itemsize >= 4 or (averaged and self.levels.traits.exact)
+        averaged = self.levels.scheme is not None and self.levels.scheme.averages
+        return flat.dtype.itemsize >= 4 or (averaged and self.levels.exact)
 
     def _run(
         self, flow: Flow, buffer: Tensor, own: Tensor, mean: Tensor

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gc.compressors.base import Codec, Compressor, Knob
+from lightning_gc.compressors.wrappers.menu import Menu, chosen_of, entries_of
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter, with_levels
 from lightning_gc.core import Each, Leaf, Number, Optional, Pair, Structure
+from lightning_gc.engine.compatibility import default_scheme
+from lightning_gc.schemes import AllGather, Scheme
 
 Requested = tuple[float | None, Mapping[str, float | None]]
 """A level for all parameters, and levels by parameter name: the arguments of ``Levels.set``."""
@@ -20,20 +23,30 @@ class Levels:
 
     Args:
         compressor: with its own level.
+        scheme: of the compressor; None: it has rounds of its own, or is a menu, of which each
+            compressor has its default.
         knob: a narrower range of levels than the compressor's; None: all of that range.
 
     Attributes:
         compressor: at the common level, with the levels by name.
+        scheme: of the compressor at these levels.
+        exact: what is exchanged now is the gradient.
+        on_menu: the level is the choice of a compressor.
         traits: the compressor's, which levels do not change.
         uncompressed: all parameters are sent dense; the compressor is not run.
         changed: levels have been set.
     """
 
-    def __init__(self, compressor: Compressor, knob: Knob | None = None) -> None:
-        self._first = compressor
+    def __init__(
+        self, compressor: Compressor, scheme: Scheme | None = None, knob: Knob | None = None
+    ) -> None:
+        self._first, self._scheme = compressor, scheme
         self.traits = compressor.traits
         self._knob = knob = knob or compressor.knob
-        self._tightest = compressor if knob is None else compressor.at(knob.tightest)
+        tightest = compressor if knob is None else compressor.at(knob.tightest)
+        self._at_most = entries_of(compressor) if isinstance(compressor, Menu) else (tightest,)
+        self.scheme, self.exact = scheme, self.traits.exact
+        self.on_menu = isinstance(compressor, Menu)
         self.forget()
 
     def forget(self) -> None:
@@ -43,6 +56,7 @@ class Levels:
         self._common = self._first.level
         self._by_name: dict[str, float | None] = {}
         self.changed = False
+        self._follow()
 
     def set(self, level: float | None, levels: Mapping[str, float | None] | None = None) -> None:
         """Set the compression level, between rounds. Errors are kept.
@@ -64,14 +78,45 @@ class Levels:
         if level is not None:
             compressor = compressor.at(level)
         # Elementwise codecs work on whole buckets, but with the same result per parameter.
-        each = PerParameter(compressor) if isinstance(compressor, Codec) else compressor
-        divisible = each if self.traits.elementwise else compressor
+        whole = self.traits.elementwise and isinstance(compressor, Codec)
+        divisible = (
+            PerParameter(compressor) if whole or isinstance(compressor, Menu) else compressor
+        )
         self.compressor = (
             with_levels(divisible, by_name, dense=level is None) if by_name else compressor
         )
         self._common_compressor, self._common, self._by_name = compressor, level, by_name
         self.uncompressed = level is None and not by_name
         self.changed = True
+        self._follow()
+
+    def _follow(self) -> None:
+        """Let a menu's scheme follow the choice."""
+        if not self.on_menu:
+            return
+        levels = {self._common, *self._by_name.values()}
+        found = {self.scheme_of(self._first.at(level)) for level in levels if level is not None}
+        schemes = [scheme for scheme in found if scheme is not None]
+        common = schemes[0] if schemes else self.scheme_of(self._common_compressor)
+        self.scheme = common if len(schemes) < 2 else AllGather()  # which all codecs can use
+        used_alone = self._first if self._by_name else chosen_of(self._common_compressor)
+        self.exact = used_alone.traits.exact
+
+    def scheme_of(self, compressor: Compressor) -> Scheme | None:
+        """Return the scheme of the compressor at a level."""
+        menu = isinstance(compressor, Menu) and self._scheme is None
+        return default_scheme(chosen_of(compressor)) if menu else self._scheme
+
+    def own_state(
+        self, state: Mapping[str, dict[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Drop compressors' state of parameters that another compressor of a menu takes now."""
+        menu = self._common_compressor
+        if isinstance(menu, Menu):
+            for name, shape in shapes.items():
+                level = self._by_name.get(name, self._common)
+                if level is not None:
+                    (menu if level == menu.level else menu.at(level)).own(state[name], shape)
 
     def sample(self, level: float) -> Compressor:
         """Return the compressor with one level for all parameters, without setting it."""
@@ -85,7 +130,7 @@ class Levels:
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of this shape is compressed, if not now, then at other levels."""
-        return self._tightest.compresses(shape)
+        return any(compressor.compresses(shape) for compressor in self._at_most)
 
     def of(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float | None]:
         """Return the level of each parameter; None: uncompressed for now, or no knob."""
@@ -105,6 +150,8 @@ class Levels:
             if level is None:
                 return None
             compressor = compressor.at(level)
+        if isinstance(compressor, Menu):
+            compressor = compressor.chosen
         return compressor if compressor.compresses(shape) else None
 
     def _clamped(self, level: float | None, whose: str) -> float | None:

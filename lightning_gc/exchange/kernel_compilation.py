@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+from dataclasses import replace
 
 import torch
 
+from lightning_gc.compressors.wrappers.menu import entries_of
 from lightning_gc.core.message import FORMAT
 from lightning_gc.core.settings import short
 from lightning_gc.exchange.workers import Configuration
@@ -29,7 +31,9 @@ def compile_kernels(configuration: Configuration, device: torch.device) -> dict[
     Returns:
         Name -> text; ``validation.FIXES`` says why a difference is refused.
     """
-    used = _exchange_alone(configuration, device) if dispatch.may_compile(device) else set()
+    used = set[str]()
+    for entry in entries_of(configuration.compressor) if dispatch.may_compile(device) else ():
+        used |= _exchange_alone(replace(configuration, compressor=entry), device)
     portable = configuration.compressor.traits.portable
     release = torch.__version__
     same = {"wire format": str(FORMAT), "torch": release, "lightning_gc": own_release()}

@@ -204,7 +204,7 @@ class UnitGathers:
         self.numbers = numbers
         self._transport, self._recording = transport, recording
         self._dense_bytes = 0
-        self._names, self._levels = names, Levels(settings.compressor, settings.knob)
+        self._names, self._levels = names, Levels(settings.compressor, knob=settings.knob)
         self._units = [unit for unit in units if unit.params]
         self._gathers = [
             UnitGather(unit.name, list(self._parts(unit)), self) for unit in self._units

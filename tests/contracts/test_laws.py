@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_gc import SCHEMES, Hierarchical, TwoHop
-from lightning_gc.compressors import PerParameter, SizeSwitch, TopK
+from lightning_gc.compressors import Menu, PerParameter, SizeSwitch, TopK
 from lightning_gc.testing.contracts import (
     CompressorContract,
     DecoderContract,
@@ -41,6 +41,7 @@ class TestWrappers(CompressorContract):
         SizeSwitch(TopK(0.1), min_numel=100),
         SizeSwitch(TopK(0.1), min_numel=0, min_dims=0),
         PerParameter(SizeSwitch(TopK(0.1))),
+        *Menu.examples(),
     )
 
 

@@ -11,7 +11,17 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_gc import QSGD, Cast, ErrorFeedback, HardThreshold, PerParameter, TopK
+from lightning_gc import (
+    QSGD,
+    Cast,
+    ErrorFeedback,
+    HardThreshold,
+    Identity,
+    Menu,
+    PerParameter,
+    PowerSGD,
+    TopK,
+)
 from lightning_gc.controllers import (
     Accordion,
     Chain,
@@ -136,6 +146,21 @@ def test_schedule_moves_the_level_each_epoch() -> None:
         {None},
         {0.1},
     ]
+
+
+def test_a_schedule_changes_the_method() -> None:
+    """Replicas stay equal over every change; each method sends its own bytes."""
+    menu = Menu({"dense": Identity(), "powersgd": PowerSGD(2), "topk": TopK(0.05), "cast": Cast()})
+    run = both(menu, Schedule(tuple(map(menu.names.index, ("topk", "powersgd", "dense", "cast")))))
+    assert [set(levels.values()) for levels in run["levels of epochs"]] == [
+        {menu.names.index("topk"), None},  # small tensors and biases
+        {menu.names.index("powersgd"), None},
+        {None},
+        {menu.names.index("cast")},
+    ]
+    last = run["metrics"]
+    sent = last["compression_epoch/wire_bytes"] / last["compression_epoch/dense_bytes"]
+    assert sent == pytest.approx(0.5, rel=0.02)  # Cast's
 
 
 def test_levels_leave_what_is_dense_alone() -> None:

@@ -15,6 +15,8 @@ from lightning_gc import (
     ErrorFeedback,
     GradZip,
     HardThreshold,
+    Identity,
+    Menu,
     NarrowResidual,
     NoMemory,
     PerParameter,
@@ -135,9 +137,13 @@ CONTROLLED = {
     ),
     "estimates": (PerParameter(HardThreshold(0.1)), EstimatedThreshold(k_min=0.05, epochs=3)),
     "budget": (PerParameter(HardThreshold(0.1)), TotalErrorBudget(0.1)),
+    "menu": (
+        Menu({"topk": TopK(0.2), "powersgd": PowerSGD(2), "qsgd": QSGD(4), "dense": Identity()}),
+        Schedule((1, 0, None, 0)),  # saved while the second choice is in force
+    ),
     "chain": (EVERYWHERE, Chain(Schedule((0.5, None)), Fixed(0.1), at_epoch=3)),
 }
-BY_DAY = ("accordion", "bit width", "estimates")  # and "budget" within an epoch, below
+BY_DAY = ("accordion", "bit width", "estimates", "menu")  # and "budget" within an epoch, below
 
 
 @pytest.mark.parametrize(

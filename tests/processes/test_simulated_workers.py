@@ -20,6 +20,7 @@ from lightning_gc import (
     HardThreshold,
     Identity,
     Lossless,
+    Menu,
     MomentumCorrection,
     NetworkModel,
     PerParameter,
@@ -29,7 +30,13 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
-from lightning_gc.controllers import Accordion, Controller, EstimatedThreshold, TotalErrorBudget
+from lightning_gc.controllers import (
+    Accordion,
+    Controller,
+    EstimatedThreshold,
+    Schedule,
+    TotalErrorBudget,
+)
 from lightning_gc.lightning.for_pytorch_lightning import (
     SimulatedDDPStrategy,
     SimulatedLocalStepsStrategy,
@@ -53,7 +60,9 @@ def test_equal_to_real_workers(workers: int) -> None:
     """On an ordinary shuffled DataLoader, over two epochs: data, parameters, errors, totals."""
     exact = [EVERYWHERE, PerParameter(HardThreshold(0.05)), PerParameter(QSGD(4))]
     rounded = [Identity(), PerParameter(RandomK(0.1)), TopK(0.05), Cast("bfloat16")]
-    cases = [{"compressor": c} for c in (*exact, *rounded)]
+    cases: list[dict[str, Any]] = [{"compressor": c} for c in (*exact, *rounded)]
+    menu = Menu({"topk": EVERYWHERE, "qsgd": PerParameter(QSGD(4))})
+    cases.append({"compressor": menu, "options": {"controller": Schedule((0, 1))}})
     runs = zip(*run_in_processes(real, workers, workers, cases), strict=True)
     for case, them in zip(cases, runs, strict=True):
         us, what = simulated(workers, case), repr(case["compressor"])
@@ -61,7 +70,7 @@ def test_equal_to_real_workers(workers: int) -> None:
         assert us["seen"] == in_turn([run["seen"] for run in them]), what
         assert us["metrics"] == them[0]["metrics"], what
         assert us["metrics"]["compression/total_wire_bytes"] > 0
-        if case["compressor"] in exact:
+        if case["compressor"] in (*exact, menu):
             assert us["digest"] == them[0]["digest"], what
             assert us["memory"] == [run["memory"][0] for run in them], what
         tolerance = 1e-2 if isinstance(case["compressor"], Cast) else 1e-6

@@ -42,7 +42,7 @@ CompressionMonitor Elastic GrowingRounds InnerMoments LocalSteps LocalStepsStrat
 OuterSGD RadialDirectional Roll SimulatedDDPStrategy SimulatedLocalStepsStrategy Together Unequal
 WeightDifferences
 advise attach
-Induced PerParameter Quantised SizeSwitch
+Induced Menu PerParameter Quantised SizeSwitch
 CSER DIANA EF21 ErrorFeedback ErrorReset GlobalMomentum LocalMomentum MomentumCorrection
 LoCo NarrowResidual NoMemory
 SAEF StepAhead WeightedError

@@ -25,6 +25,7 @@ from lightning_gc.compressors.joint import (
     joint_of,
     limits_of,
 )
+from lightning_gc.compressors.wrappers.menu import Menu
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL, SizeSwitch
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, together
@@ -93,6 +94,9 @@ class PerParameter(Wrapper, Whole):
     @property
     def whole(self) -> Whole:
         return self
+
+    def for_shape(self, shape: tuple[int, ...]) -> Compressor | None:
+        return self if self.levels or self.others_dense else self.inner.for_shape(shape)
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         plan = self._plan(bucket, scheme)
@@ -314,6 +318,8 @@ def with_levels(
 
 def layerwise(compressor: Compressor) -> Compressor:
     """Return ``compressor`` per parameter, unless it is elementwise."""
+    if isinstance(compressor, Menu):
+        return compressor.each(layerwise)
     if compressor.traits.elementwise or isinstance(compressor, PerParameter):
         return compressor
     return PerParameter(compressor)
@@ -342,6 +348,8 @@ def by_default(
             f"{owner}(min_numel={min_numel!r}): give the number of elements from which on a tensor "
             f"is compressed; use {MIN_NUMEL}, or 0 for every tensor."
         )
+    if isinstance(compressor, Menu):
+        return _each_by_default(compressor, min_numel, owner)
     traits, changed = compressor.traits, min_numel != MIN_NUMEL
     if isinstance(compressor, PerParameter | SizeSwitch):
         if changed:
@@ -358,6 +366,23 @@ def by_default(
             )
         return layerwise(compressor)
     return PerParameter(SizeSwitch(compressor, min_numel) if min_numel else compressor)
+
+
+def _each_by_default(menu: Menu, min_numel: int, owner: str) -> Menu:
+    """Wrap the compressors of a menu; those that have no use for ``min_numel`` do without."""
+    refused = list[ValueError]()
+
+    def wrap(compressor: Compressor) -> Compressor:
+        try:
+            return by_default(compressor, min_numel, owner)
+        except ValueError as error:
+            refused.append(error)
+            return by_default(compressor)
+
+    wrapped = menu.each(wrap)
+    if len(refused) == len(menu.compressors):
+        raise refused[0]
+    return wrapped
 
 
 @dataclass(frozen=True, eq=False)

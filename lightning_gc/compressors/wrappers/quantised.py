@@ -22,6 +22,7 @@ from lightning_gc.compressors.base import (
     Traits,
     Unbounded,
     Waits,
+    Worst,
 )
 from lightning_gc.compressors.joint import (
     CodecScheme,
@@ -202,7 +203,7 @@ class Quantised(Codec):
         """
         selected = self.sparsifier.bound(numel)
         left = self.quantiser.bound(self.sparsifier.most(numel))
-        if isinstance(left, AbsoluteError | Unbounded):
+        if isinstance(left, AbsoluteError | Unbounded | Worst):
             return Unbounded()
         q = 1 - left.delta if isinstance(left, Contraction) else left.omega
         if q > 1:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Compressor, dense
 from lightning_gc.compressors.joint import CodecScheme
+from lightning_gc.compressors.wrappers.menu import Menu
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Flow
 
@@ -72,6 +73,8 @@ def for_shards(compressor: Compressor, shards: int) -> Compressor:
 
     Size limits refer to full tensors, so they are scaled for shards.
     """
+    if isinstance(compressor, Menu):
+        return compressor.each(lambda each: for_shards(each, shards))
     if not isinstance(compressor, Wrapper):
         return compressor
     inner = for_shards(compressor.inner, shards)

@@ -1,0 +1,278 @@
+"""Menu: several compressors, of which one works at a time; the level is the choice."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from torch import Tensor
+
+from lightning_gc.compressors.base import Bound, Compressor, Knob, Traits, Waits, Worst
+from lightning_gc.compressors.identity import Identity
+from lightning_gc.compressors.joint import CodecScheme, Whole
+from lightning_gc.compressors.low_rank.powersgd import PowerSGD
+from lightning_gc.compressors.quantisers.cast import Cast
+from lightning_gc.compressors.quantisers.qsgd import QSGD
+from lightning_gc.compressors.sparsifiers.topk import TopK
+from lightning_gc.compressors.wrappers.wrapper import Wrapper
+from lightning_gc.core import Bucket, Flow, Structure, Wire
+from lightning_gc.core.registry import did_you_mean
+from lightning_gc.core.saved_state import NOTHING, Leaf, Record
+from lightning_gc.core.settings import short
+
+_SIZE = 1 << 20
+"""Elements of the square matrix by whose payload the compressors are put in order."""
+_OWNER = "method of the menu"
+"""Entry of a parameter's state: the name of the compressor to which the state belongs."""
+
+
+class Entries(Mapping[str, Compressor]):
+    """Compressors by name, in ascending order of bytes. It is not changed once it is made."""
+
+    def __init__(self, compressors: Mapping[str, Compressor]) -> None:
+        self._found = dict(sorted(compressors.items(), key=lambda entry: _nbytes(entry[1])))
+
+    def __getitem__(self, name: str) -> Compressor:
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._found.items()))
+
+    def __repr__(self) -> str:
+        return "{" + ", ".join(f"{name!r}: {short(each)}" for name, each in self.items()) + "}"
+
+
+def _nbytes(compressor: Compressor) -> float:
+    return sum(field.nbytes for field in compressor.wire(_SIZE))
+
+
+@dataclass(frozen=True)
+class Menu(Compressor):
+    """Choose among compressors: one of them works, and a controller may choose another one.
+
+    At a choice each bit is as with that compressor alone: it has its own default scheme, and sends
+    small tensors as it would alone. Errors are kept when the choice changes, and the next
+    compressor sends them. A compressor's own state, such as PowerSGD's last factors, is dropped.
+
+    The level is the index of the choice in ascending order of the bytes of a matrix of 2^20
+    elements, so controllers drive a menu as any other compressor. ``Menu.names`` has that order.
+
+    Args:
+        compressors: name -> compressor, at least two. Each may have its own wrappers.
+        choice: name of the compressor that works at first; by default the first one that is given.
+
+    Communication pattern:
+        That of the chosen compressor. If a controller gives parameters different levels, all codecs
+        share ``AllGather()``.
+
+    Bound:
+        The worst one of all compressors.
+
+    Raises:
+        ValueError: fewer than two compressors, an unknown choice, another menu inside, or a
+            compressor that cannot stand beside others: one whose workers vote, which leaves no
+            error for the next one, and one that reads the state of all tensors.
+
+    Example:
+        >>> from lightning_gc import QSGD, Cast, Identity, Menu
+        >>> menu = Menu({"dense": Identity(), "cast": Cast(), "qsgd": QSGD(4)})
+        >>> menu.names, menu.level
+        (('qsgd', 'cast', 'dense'), 2)
+        >>> menu.at(0).chosen
+        QSGD(bits=4, block_size=512, norm='max')
+
+    When to use:
+        Where it is not known before the run which method pays, because the link or the step's time
+        is not known, or changes.
+    """
+
+    compressors: Mapping[str, Compressor]
+    choice: str | None = None  # never after construction
+
+    def __post_init__(self) -> None:
+        given = self.compressors
+        if not isinstance(given, Mapping) or len(given) < 2:
+            raise ValueError(
+                f"Menu(compressors={given!r}): give at least two compressors by name, such as "
+                f"Menu({{'dense': Identity(), 'qsgd': QSGD(4)}})."
+            )
+        for name, compressor in given.items():
+            _check(name, compressor)
+        if self.choice is None:
+            object.__setattr__(self, "choice", next(iter(given)))
+        elif self.choice not in given:
+            raise ValueError(
+                f"Menu(choice={self.choice!r}): this is not on the menu"
+                f"{did_you_mean(self.choice, given)}; give one of {', '.join(map(repr, given))}."
+            )
+        entries = given if isinstance(given, Entries) else Entries(given)
+        object.__setattr__(self, "compressors", entries)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the compressors, in ascending order of bytes."""
+        return tuple(self.compressors)
+
+    @property
+    def _name(self) -> str:
+        assert self.choice is not None
+        return self.choice
+
+    @property
+    def level(self) -> int:
+        """The choice as an index of ``names``."""
+        return self.names.index(self._name)
+
+    def at(self, level: float) -> Self:
+        """Return this menu with the choice of an index, clamped to the range of indices."""
+        if math.isnan(level):
+            raise ValueError(f"{self} cannot be set to level nan; give an index.")
+        assert self.knob is not None
+        return replace(self, choice=self.names[int(self.knob.clamp(level))])
+
+    @property
+    def chosen(self) -> Compressor:
+        """The compressor that works."""
+        return self.compressors[self._name]
+
+    def each(self, change: Callable[[Compressor], Compressor]) -> Self:
+        """Return this menu with every compressor changed, in the same order."""
+        changed = {name: change(compressor) for name, compressor in self.compressors.items()}
+        return replace(self, compressors=changed)
+
+    @functools.cached_property
+    def traits(self) -> Traits:
+        """What holds for every compressor; the kind is that of the one with the fewest bytes."""
+        found = [compressor.traits for compressor in self.compressors.values()]
+        return Traits(
+            kind=found[0].kind,
+            linear=all(each.linear for each in found),
+            unbiased=all(each.unbiased for each in found),
+            elementwise=all(each.elementwise for each in found),
+            exact=all(each.exact for each in found),
+            needs_sums=any(each.needs_sums for each in found),
+            portable=all(each.portable for each in found),
+            knob=Knob("choice", 0, len(found) - 1, "linear", integer=True),
+        )
+
+    @property
+    def waits(self) -> Waits:
+        found = [compressor.waits for compressor in self.compressors.values()]
+        return Waits(min(each.least for each in found), max(each.limit for each in found))
+
+    @property
+    def whole(self) -> Whole:
+        return self.chosen.whole
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
+        yield from self.chosen.flow(bucket, buffer, out, scheme)
+
+    def bound(self, numel: int) -> Bound:
+        return Worst(tuple(each.bound(numel) for each in self.compressors.values()))
+
+    def wire(self, numel: int) -> Wire:
+        """Return the wire format of the compressor that works."""
+        return self.chosen.wire(numel)
+
+    def keeps(self, shape: tuple[int, ...]) -> Structure:
+        return _StateOf(tuple((n, c.keeps(shape)) for n, c in self.compressors.items()))
+
+    def own(self, state: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+        """Make a parameter's state the chosen compressor's: drop that of another one."""
+        if state and state.get(_OWNER) != self._name:
+            state.clear()
+        if not state and self.chosen.keeps(shape) is not NOTHING:
+            state[_OWNER] = self._name
+        return state
+
+    def compresses(self, shape: tuple[int, ...]) -> bool:
+        return self.chosen.compresses(shape)
+
+    def compressing_step(self, step: int) -> int:
+        return self.chosen.compressing_step(step)
+
+    def for_shape(self, shape: tuple[int, ...]) -> Compressor | None:
+        return self.chosen.for_shape(shape)
+
+    @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        rounding = {"dense": Identity(), "cast": Cast(), "qsgd": QSGD(4)}
+        biased = {"topk": TopK(0.05), "cast": Cast(), "powersgd": PowerSGD(2)}
+        return cls(rounding), cls(rounding, "qsgd"), cls(biased), cls(biased, "powersgd")
+
+
+@dataclass(frozen=True)
+class _StateOf(Structure):
+    """Structure of a parameter's state under a menu: that of the compressor that it names."""
+
+    known: tuple[tuple[str, Structure], ...]
+
+    def check(self, value: Any, place: str = "") -> None:
+        if value == {}:
+            return
+        known = dict(self.known)
+        owner = Leaf(f"one of {', '.join(map(repr, known))}", lambda name: name in known)
+        Record({_OWNER: owner}, others=_ANY).check(value, place)
+        own = {name: each for name, each in value.items() if name != _OWNER}
+        if own:  # a tensor that it does not compress has no state of its own
+            known[value[_OWNER]].check(own, place)
+
+
+_ANY = Leaf("anything", lambda value: True)
+
+
+def _check(name: Any, compressor: Any) -> None:
+    """Raise ValueError if a compressor cannot stand in a menu."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"Menu: {name!r} is no name; give each compressor a text as its name.")
+    if not isinstance(compressor, Compressor):
+        raise ValueError(
+            f"Menu({{{name!r}: {compressor!r}}}): give an instance of a compressor, such as "
+            f"QSGD(4)."
+        )
+    said = f"Menu: {short(compressor)} ({name!r}) cannot stand beside others"
+    if isinstance(compressor, Menu):
+        raise ValueError(f"{said}: it is a menu itself; list its compressors in one menu.")
+    if not compressor.traits.conserves:
+        raise ValueError(
+            f"{said}: its workers vote, so there is no error that the next method could send; use "
+            f"EFSignSGD() for signs."
+        )
+    if compressor.traits.reads_model:
+        raise ValueError(
+            f"{said}: it reads its state of all tensors at the start of a step, which another "
+            f"method does not leave; use TopK(0.01)."
+        )
+
+
+def entries_of(compressor: Compressor) -> tuple[Compressor, ...]:
+    """Return the compressors that one may be: those of a menu, or itself.
+
+    Raises:
+        ValueError: a menu inside a wrapper.
+    """
+    if isinstance(compressor, Menu):
+        return tuple(compressor.compressors.values())
+    inner = compressor
+    while isinstance(inner, Wrapper):
+        inner = inner.inner
+        if isinstance(inner, Menu):
+            raise ValueError(
+                f"{type(compressor).__name__} wraps a menu, whose compressors have schemes of "
+                f"their own; put the wrapper around compressors of the menu."
+            )
+    return (compressor,)
+
+
+def chosen_of(compressor: Compressor) -> Compressor:
+    """Return the compressor that works: that of a menu, or itself."""
+    return compressor.chosen if isinstance(compressor, Menu) else compressor
