@@ -23,8 +23,8 @@ class Levels:
 
     Args:
         compressor: with its own level.
-        scheme: of the compressor; None: it has rounds of its own, or is a menu, of which each
-            compressor has its default.
+        scheme: as ``combine`` returns it. With None, a ``Collective`` needs none, and each
+            compressor of a menu has its default.
         knob: a narrower range of levels than the compressor's; None: all of that range.
 
     Attributes:

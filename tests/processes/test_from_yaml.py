@@ -52,6 +52,19 @@ SAID: dict[str, Any] = {
     "FSDP": ("CompressedFSDPStrategy", {"gradients": "qsgd", "weights": "int8"}),
 }
 ALONE: dict[str, Any] = {
+    "menu": (
+        "SimulatedDDPStrategy",
+        {
+            "compressor": {
+                "class_path": "lightning_gc.Menu",
+                "init_args": {
+                    "compressors": {"dense": {"class_path": "lightning_gc.Identity"}, "topk": TOPK},
+                    "choice": "topk",
+                },
+            },
+            "workers": 2,
+        },
+    ),
     "simulated DDP": ("SimulatedDDPStrategy", {"compressor": TOPK, "workers": 4}),
     "simulated local steps": (
         "SimulatedLocalStepsStrategy",

@@ -1,4 +1,4 @@
-"""Menu: several compressors, of which one works at a time; the level is the choice."""
+"""Menu: several compressors. One works at a time, and the level is the choice."""
 
 from __future__ import annotations
 
@@ -44,6 +44,9 @@ class Entries(Mapping[str, Compressor]):
     def __len__(self) -> int:
         return len(self._found)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Entries) and tuple(self.items()) == tuple(other.items())
+
     def __hash__(self) -> int:
         return hash(tuple(self._found.items()))
 
@@ -71,8 +74,8 @@ class Menu(Compressor):
         choice: name of the compressor that works at first; by default the first one that is given.
 
     Communication pattern:
-        That of the chosen compressor. If a controller gives parameters different levels, all codecs
-        share ``AllGather()``.
+        The chosen compressor's. If a controller gives parameters different compressors with
+        different schemes, all codecs use ``AllGather()``.
 
     Bound:
         The worst one of all compressors.
@@ -151,7 +154,7 @@ class Menu(Compressor):
 
     @functools.cached_property
     def traits(self) -> Traits:
-        """What holds for every compressor; the kind is that of the one with the fewest bytes."""
+        """The traits that all compressors share, with the kind of the one with the fewest bytes."""
         found = [compressor.traits for compressor in self.compressors.values()]
         return Traits(
             kind=found[0].kind,
@@ -187,7 +190,7 @@ class Menu(Compressor):
         return _StateOf(tuple((n, c.keeps(shape)) for n, c in self.compressors.items()))
 
     def own(self, state: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-        """Make a parameter's state the chosen compressor's: drop that of another one."""
+        """Drop a parameter's state if it is another compressor's, and return it."""
         if state and state.get(_OWNER) != self._name:
             state.clear()
         if not state and self.chosen.keeps(shape) is not NOTHING:
@@ -212,7 +215,7 @@ class Menu(Compressor):
 
 @dataclass(frozen=True)
 class _StateOf(Structure):
-    """Structure of a parameter's state under a menu: that of the compressor that it names."""
+    """Structure of a parameter's state, which names the compressor to which it belongs."""
 
     known: tuple[tuple[str, Structure], ...]
 
@@ -233,7 +236,7 @@ _ANY = Leaf("anything", lambda value: True)
 def _check(name: Any, compressor: Any) -> None:
     """Raise ValueError if a compressor cannot stand in a menu."""
     if not isinstance(name, str) or not name:
-        raise ValueError(f"Menu: {name!r} is no name; give each compressor a text as its name.")
+        raise ValueError(f"Menu: {name!r} is not a name; give each compressor a text as its name.")
     if not isinstance(compressor, Compressor):
         raise ValueError(
             f"Menu({{{name!r}: {compressor!r}}}): give an instance of a compressor, such as "
@@ -244,7 +247,7 @@ def _check(name: Any, compressor: Any) -> None:
         raise ValueError(f"{said}: it is a menu itself; list its compressors in one menu.")
     if not compressor.traits.conserves:
         raise ValueError(
-            f"{said}: its workers vote, so there is no error that the next method could send; use "
+            f"{said}: its workers vote and leave no error that the next method could send; use "
             f"EFSignSGD() for signs."
         )
     if compressor.traits.reads_model:
@@ -255,7 +258,7 @@ def _check(name: Any, compressor: Any) -> None:
 
 
 def entries_of(compressor: Compressor) -> tuple[Compressor, ...]:
-    """Return the compressors that one may be: those of a menu, or itself.
+    """Return all compressors of a menu; of another compressor, itself.
 
     Raises:
         ValueError: a menu inside a wrapper.
@@ -264,15 +267,15 @@ def entries_of(compressor: Compressor) -> tuple[Compressor, ...]:
         return tuple(compressor.compressors.values())
     inner = compressor
     while isinstance(inner, Wrapper):
-        inner = inner.inner
+        outer, inner = inner, inner.inner
         if isinstance(inner, Menu):
             raise ValueError(
-                f"{type(compressor).__name__} wraps a menu, whose compressors have schemes of "
+                f"{type(outer).__name__} wraps a menu, whose compressors have schemes of "
                 f"their own; put the wrapper around compressors of the menu."
             )
     return (compressor,)
 
 
 def chosen_of(compressor: Compressor) -> Compressor:
-    """Return the compressor that works: that of a menu, or itself."""
+    """Return the compressor that works: a menu's choice, or the compressor itself."""
     return compressor.chosen if isinstance(compressor, Menu) else compressor

@@ -165,6 +165,8 @@ def test_order_names_and_text() -> None:
     menu = Menu({"dense": Identity(), "cast": Cast(), "qsgd": QSGD(4)})
     assert menu.names == ("qsgd", "cast", "dense")
     assert menu.level == 2
+    alike = {"four": QSGD(4), "too": QSGD(4)}
+    assert Menu(alike, "four") != Menu(dict(reversed(alike.items())), "four")  # other levels
     assert menu.at(0).choice == menu.at(-3).choice == "qsgd"
     assert menu == Menu({"qsgd": QSGD(4), "cast": Cast(), "dense": Identity()}, "dense")
     assert hash(menu) == hash(copy.deepcopy(menu))

@@ -271,6 +271,7 @@ class Knob:
     more: str = "bytes"
     low: float = 1e-5
     high: float = 1.0
+    integer: bool = False
 
 
 @pytest.mark.parametrize(
