@@ -15,6 +15,7 @@ from lightning_gc import (
     EFSignSGD,
     ErrorFeedback,
     Identity,
+    Menu,
     NoMemory,
     PerParameter,
     PowerSGD,
@@ -40,6 +41,7 @@ NIGHT: dict[str, Settings] = {
     "topk": (TopK(0.1), None, None),
     "qsgd": (QSGD(4), None, None),
     "signs": (EFSignSGD(), None, None),
+    "menu": (Menu({"powersgd": PowerSGD(2), "qsgd": QSGD(4), "dense": Identity()}), None, None),
     "momentum": (PerParameter(TopK(0.1)), MomentumCorrection(), None),
     "ahead": (TopK(0.1), StepAhead(), None),
 }

@@ -14,8 +14,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_gc import PerParameter, PowerSGD, TopK
-from lightning_gc.controllers import Accordion
+from lightning_gc import Identity, Menu, PerParameter, PowerSGD, TopK
+from lightning_gc.controllers import Accordion, Schedule
 from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
 from tests.support.accelerator import needs_four
 from tests.support.hsdp import RANKS, Sharded, fit_sharded, hsdp
@@ -107,6 +107,10 @@ def more(rank: int, folder: str) -> dict[str, Any]:
     found["off"] = train(rank, topk, 2, resume=half, state="off")
     one = Path(folder, "one")
     one.mkdir(exist_ok=True)
+    menu = Menu({"topk": TopK(0.05), "powersgd": PowerSGD(1), "dense": Identity()})
+    other = Path(folder, "menu")
+    other.mkdir(exist_ok=True)
+    found["menu"] = interrupted(rank, str(other), menu, controller=Schedule((1, 0)))
     found["one file"] = interrupted(
         rank,
         str(one),
@@ -184,6 +188,11 @@ def test_one_file_resumes_bit_for_bit(at_night: Found, folder: Path) -> None:
     check_resumed([rank["one file"] for rank in at_night])
     assert (folder / "night" / "one" / "half.ckpt").is_file()
     assert (folder / "night" / "half.ckpt").is_dir()
+
+
+@pytest.mark.nightly
+def test_a_menu_resumes_bit_for_bit(at_night: Found) -> None:
+    check_resumed([rank["menu"] for rank in at_night])
 
 
 def test_another_mesh_has_the_mean_errors(found: Found) -> None:
