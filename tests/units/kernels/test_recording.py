@@ -61,6 +61,13 @@ def test_memories(memory: Memory) -> None:
 
 
 @pytest.mark.nightly
+def test_choices_of_a_menu() -> None:
+    """A method's recorded work is not started for another one; state goes with its method."""
+    menu = gc.Menu({"powersgd": gc.PowerSGD(2), "topk": gc.TopK(0.05), "dense": gc.Identity()})
+    assert len(run(menu, None, 2, 40, FORTY)) > 10
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("compressor", AS_WRITTEN, ids=repr)
 def test_what_is_not_recorded(compressor: Compressor) -> None:
     assert not run(compressor, None, 2, 12, FEW)
