@@ -252,8 +252,8 @@ class Decision:
 class KnobLike(Protocol):
     """The knob of a compressor, as a controller sees it.
 
-    ``field`` is density, bits, threshold, rank or choice, from ``low`` to ``high``. ``more`` is
-    what a higher value gives more of, "bytes" or "compression". ``integer``: whole numbers only.
+    ``field`` is density, bits, threshold, rank or choice, from ``low`` to ``high``; ``more`` is
+    what a higher value gives more of, "bytes" or "compression".
     """
 
     @property
@@ -267,9 +267,6 @@ class KnobLike(Protocol):
 
     @property
     def high(self) -> float: ...
-
-    @property
-    def integer(self) -> bool: ...
 
 
 class Controller(Settings, abc.ABC):
@@ -339,8 +336,7 @@ class Controller(Settings, abc.ABC):
             )
         for level in self.known_levels():
             if level is not None and not knob.low <= level <= knob.high:
-                usual = 4 if knob.low >= 1 else knob.low if knob.integer else 0.01
-                usual = min(max(usual, knob.low), knob.high)
+                usual = min(max(4 if knob.low >= 1 else 0.01, knob.low), knob.high)
                 raise ValueError(
                     f"{self!r}: the level {level!r} is outside the range of this compressor's "
                     f"{knob.field}, {knob.low:g} to {knob.high:g}; give levels from there, such as "

@@ -110,7 +110,7 @@ def more(rank: int, folder: str) -> dict[str, Any]:
     menu = Menu({"topk": TopK(0.05), "powersgd": PowerSGD(1), "dense": Identity()})
     other = Path(folder, "menu")
     other.mkdir(exist_ok=True)
-    found["menu"] = interrupted(rank, str(other), menu, controller=Schedule((1, 0)))
+    found["menu"] = interrupted(rank, str(other), menu, controller=Schedule((2, 1)))
     found["one file"] = interrupted(
         rank,
         str(one),

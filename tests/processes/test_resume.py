@@ -139,7 +139,7 @@ CONTROLLED = {
     "budget": (PerParameter(HardThreshold(0.1)), TotalErrorBudget(0.1)),
     "menu": (
         Menu({"topk": TopK(0.2), "powersgd": PowerSGD(2), "qsgd": QSGD(4), "dense": Identity()}),
-        Schedule((1, 0, None, 0)),  # saved while the second choice is in force
+        Schedule((2, 1, None, 1)),  # saved while the second choice is in force
     ),
     "chain": (EVERYWHERE, Chain(Schedule((0.5, None)), Fixed(0.1), at_epoch=3)),
 }

@@ -66,8 +66,9 @@ class Menu(Compressor):
     small tensors as it would alone. Errors are kept when the choice changes, and the next
     compressor sends them. A compressor's own state, such as PowerSGD's last factors, is dropped.
 
-    The level is the index of the choice in ascending order of the bytes of a matrix of 2^20
-    elements, so controllers drive a menu as any other compressor. ``Menu.names`` has that order.
+    The level is the place of the choice in ascending order of the bytes of a matrix of 2^20
+    elements, from 1. Controllers that are given their levels can drive a menu, such as ``Schedule``
+    and ``BandwidthAware``. ``Menu.names`` has that order.
 
     Args:
         compressors: name -> compressor, at least two. Each may have its own wrappers.
@@ -89,8 +90,8 @@ class Menu(Compressor):
         >>> from lightning_gc import QSGD, Cast, Identity, Menu
         >>> menu = Menu({"dense": Identity(), "cast": Cast(), "qsgd": QSGD(4)})
         >>> menu.names, menu.level
-        (('qsgd', 'cast', 'dense'), 2)
-        >>> menu.at(0).chosen
+        (('qsgd', 'cast', 'dense'), 3)
+        >>> menu.at(1).chosen
         QSGD(bits=4, block_size=512, norm='max')
 
     When to use:
@@ -132,15 +133,15 @@ class Menu(Compressor):
 
     @property
     def level(self) -> int:
-        """The choice as an index of ``names``."""
-        return self.names.index(self._name)
+        """The place of the choice in ``names``, from 1."""
+        return self.names.index(self._name) + 1
 
     def at(self, level: float) -> Self:
-        """Return this menu with the choice of an index, clamped to the range of indices."""
+        """Return this menu with the choice at a place, clamped to the range of places."""
         if math.isnan(level):
-            raise ValueError(f"{self} cannot be set to level nan; give an index.")
+            raise ValueError(f"{self} cannot be set to level nan; give a place in its order.")
         assert self.knob is not None
-        return replace(self, choice=self.names[int(self.knob.clamp(level))])
+        return replace(self, choice=self.names[int(self.knob.clamp(level)) - 1])
 
     @property
     def chosen(self) -> Compressor:
@@ -164,7 +165,7 @@ class Menu(Compressor):
             exact=all(each.exact for each in found),
             needs_sums=any(each.needs_sums for each in found),
             portable=all(each.portable for each in found),
-            knob=Knob("choice", 0, len(found) - 1, "linear", integer=True),
+            knob=Knob("choice", 1, len(found), "linear", integer=True),
         )
 
     @property

@@ -31,6 +31,13 @@ from lightning_gc import (
     VarianceCriterion,
 )
 from lightning_gc.compressors.wrappers.per_parameter import by_default
+from lightning_gc.controllers import (
+    Accordion,
+    BandwidthAware,
+    Controller,
+    GainSearch,
+    Schedule,
+)
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.engine.engine import compressor_state
 from lightning_gc.schemes import Scheme
@@ -58,7 +65,7 @@ def gradients(step: int, workers: int) -> list[dict[str, Tensor]]:
 
 def chosen(name: str) -> int:
     assert isinstance(STRATEGY, Menu)
-    return STRATEGY.names.index(name)
+    return STRATEGY.names.index(name) + 1
 
 
 def turn(lockstep: Lockstep, level: float | None, levels: Any = None) -> None:
@@ -86,7 +93,7 @@ def test_a_choice_has_the_bits_of_that_compressor_alone(name: str, workers: int)
                 assert all(torch.equal(own[key], theirs[key]) for key in SHAPES)
 
 
-LEVELS = st.none() | st.integers(0, len(ALL) - 1)
+LEVELS = st.none() | st.integers(1, len(ALL))
 CHANGES = st.lists(
     st.tuples(LEVELS, st.dictionaries(st.sampled_from(sorted(SHAPES)), LEVELS)),
     min_size=20,
@@ -164,10 +171,10 @@ def test_goes_on_bit_for_bit_from_saved_state(change_at: int) -> None:
 def test_order_names_and_text() -> None:
     menu = Menu({"dense": Identity(), "cast": Cast(), "qsgd": QSGD(4)})
     assert menu.names == ("qsgd", "cast", "dense")
-    assert menu.level == 2
+    assert menu.level == 3
     alike = {"four": QSGD(4), "too": QSGD(4)}
     assert Menu(alike, "four") != Menu(dict(reversed(alike.items())), "four")  # other levels
-    assert menu.at(0).choice == menu.at(-3).choice == "qsgd"
+    assert menu.at(1).choice == menu.at(-3).choice == "qsgd"
     assert menu == Menu({"qsgd": QSGD(4), "cast": Cast(), "dense": Identity()}, "dense")
     assert hash(menu) == hash(copy.deepcopy(menu))
     assert str(menu) == (
@@ -192,10 +199,9 @@ def test_strategy_gives_each_what_it_would_have_alone() -> None:
 def test_a_scheme_that_is_given_is_everyones() -> None:
     menu = by_default(Menu({"dense": Identity(), "qsgd": QSGD(4)}))
     lockstep = Lockstep(3, menu, scheme=TwoShot())
-    for level in (0, 1):
+    for level in (1, 2):
         turn(lockstep, level)
         assert lockstep.engines[0].scheme == TwoShot()
-    turn(Lockstep(3, menu), 0, {"weight": 1})
 
 
 @pytest.mark.parametrize(
@@ -240,7 +246,7 @@ REFUSED = {
         lambda: CompressedDDPStrategy(Menu({"a": Identity(), "b": Cast()}), min_numel=4096),
         "compresses every tensor",
     ),
-    "nan": (lambda: Menu(ALL).at(float("nan")), "level nan; give an index"),
+    "nan": (lambda: Menu(ALL).at(float("nan")), "level nan; give a place"),
 }
 
 
@@ -249,3 +255,18 @@ def test_refusals(case: str) -> None:
     make, sentence = REFUSED[case]
     with pytest.raises(ValueError, match=sentence):
         make()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    "controller",
+    [
+        Accordion(low=3, high=1),
+        BandwidthAware((3, 2, 1), step_seconds=1.0),
+        GainSearch((3, 2, 1)),
+        Schedule((3, None, 1)),
+    ],
+    ids=lambda controller: type(controller).__name__,
+)
+def test_controllers_take_a_menu(controller: Controller) -> None:
+    menu = Menu({"dense": Identity(), "cast": Cast(), "qsgd": QSGD(4)})
+    assert CompressedDDPStrategy(menu, controller=controller).controller == controller

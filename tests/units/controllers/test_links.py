@@ -271,7 +271,6 @@ class Knob:
     more: str = "bytes"
     low: float = 1e-5
     high: float = 1.0
-    integer: bool = False
 
 
 @pytest.mark.parametrize(
