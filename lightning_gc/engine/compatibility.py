@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_gc.compressors import Collective, Compressor
 from lightning_gc.compressors.base import Waits
-from lightning_gc.compressors.wrappers.menu import entries_of
+from lightning_gc.compressors.wrappers.menu import compressors_of
 from lightning_gc.core.registry import make
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.schemes import AllGather, AllGatherOrTwoShot, AllReduce, Scheme, TwoShot
@@ -27,7 +27,7 @@ def combine(
         ValueError: the scheme's ``check`` refuses the compressor, or the memory's refuses either;
             compressors of a menu have different default memories.
     """
-    entries = entries_of(compressor)
+    entries = compressors_of(compressor)
     memory = memory or make("memory", _default_memory(compressor, entries), MEMORIES, Memory)
     for entry in entries:
         if scheme is not None:
@@ -53,7 +53,7 @@ def _default_memory(compressor: Compressor, entries: Sequence[Compressor]) -> st
 
 
 def default_scheme(compressor: Compressor) -> Scheme | None:
-    """Return the scheme that a compressor has by default; None if it has rounds of its own."""
+    """Return a compressor's default scheme, or None for a ``Collective``."""
     if isinstance(compressor.method, Collective):
         return None
     traits = compressor.traits

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gc.compressors.base import Codec, Compressor, Knob
-from lightning_gc.compressors.wrappers.menu import Menu, chosen_of, entries_of
+from lightning_gc.compressors.wrappers.menu import Menu, chosen_of, compressors_of
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter, with_levels
 from lightning_gc.core import Each, Leaf, Number, Optional, Pair, Structure
 from lightning_gc.engine.compatibility import default_scheme
@@ -44,7 +44,7 @@ class Levels:
         self.traits = compressor.traits
         self._knob = knob = knob or compressor.knob
         tightest = compressor if knob is None else compressor.at(knob.tightest)
-        self._at_most = entries_of(compressor) if isinstance(compressor, Menu) else (tightest,)
+        self._at_most = compressors_of(compressor) if isinstance(compressor, Menu) else (tightest,)
         self.scheme, self.exact = scheme, self.traits.exact
         self.on_menu = isinstance(compressor, Menu)
         self.forget()
@@ -116,7 +116,7 @@ class Levels:
             for name, shape in shapes.items():
                 level = self._by_name.get(name, self._common)
                 if level is not None:
-                    (menu if level == menu.level else menu.at(level)).own(state[name], shape)
+                    (menu.at(level) if self._by_name else menu).own(state[name], shape)
 
     def sample(self, level: float) -> Compressor:
         """Return the compressor with one level for all parameters, without setting it."""

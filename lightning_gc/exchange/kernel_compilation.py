@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_gc.compressors.wrappers.menu import entries_of
+from lightning_gc.compressors.wrappers.menu import compressors_of
 from lightning_gc.core.message import FORMAT
 from lightning_gc.core.settings import short
 from lightning_gc.exchange.workers import Configuration
@@ -32,7 +32,7 @@ def compile_kernels(configuration: Configuration, device: torch.device) -> dict[
         Name -> text; ``validation.FIXES`` says why a difference is refused.
     """
     used = set[str]()
-    for entry in entries_of(configuration.compressor) if dispatch.may_compile(device) else ():
+    for entry in compressors_of(configuration.compressor) if dispatch.may_compile(device) else ():
         used |= _exchange_alone(replace(configuration, compressor=entry), device)
     portable = configuration.compressor.traits.portable
     release = torch.__version__

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
-from lightning_gc.compressors.wrappers.menu import entries_of
+from lightning_gc.compressors.wrappers.menu import compressors_of
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.core import Flow
@@ -308,7 +308,7 @@ class Configuration:
         return any(
             any(field.varies == "worker" for field in entry.wire(1 << 20))
             or waits_of_step(entry, self.scheme or default_scheme(entry), workers).limit > 0
-            for entry in entries_of(self.compressor)
+            for entry in compressors_of(self.compressor)
         )
 
     def neighbours(self, workers: int) -> int:

@@ -190,13 +190,12 @@ class Menu(Compressor):
     def keeps(self, shape: tuple[int, ...]) -> Structure:
         return _StateOf(tuple((n, c.keeps(shape)) for n, c in self.compressors.items()))
 
-    def own(self, state: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-        """Drop a parameter's state if it is another compressor's, and return it."""
+    def own(self, state: dict[str, Any], shape: tuple[int, ...]) -> None:
+        """Drop a parameter's state if it is another compressor's."""
         if state and state.get(_OWNER) != self._name:
             state.clear()
         if not state and self.chosen.keeps(shape) is not NOTHING:
             state[_OWNER] = self._name
-        return state
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         return self.chosen.compresses(shape)
@@ -258,7 +257,7 @@ def _check(name: Any, compressor: Any) -> None:
         )
 
 
-def entries_of(compressor: Compressor) -> tuple[Compressor, ...]:
+def compressors_of(compressor: Compressor) -> tuple[Compressor, ...]:
     """Return all compressors of a menu; of another compressor, itself.
 
     Raises:

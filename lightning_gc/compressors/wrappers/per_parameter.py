@@ -332,7 +332,8 @@ def by_default(
 
     Three kinds of compressors are not wrapped in a ``SizeSwitch`` and compress every tensor:
     elementwise ones, those whose workers vote (``conserves`` is False), and one that the user has
-    put in a ``PerParameter``. A ``SizeSwitch`` of the user's keeps its own limits.
+    put in a ``PerParameter``. A ``SizeSwitch`` of the user's keeps its own limits. In a menu each
+    compressor is wrapped by itself, and those that compress every tensor go on to do so.
 
     Args:
         compressor: bare, or in the user's wrappers.

@@ -104,7 +104,7 @@ CHANGES = st.lists(
 @settings(max_examples=50, deadline=None)
 @given(changes=CHANGES)
 def test_errors_survive_a_thousand_changes(changes: list[tuple[Any, dict[str, Any]]]) -> None:
-    """What was sent and what is left sum to what was given, whatever is chosen for whom."""
+    """Sent parts and errors sum to the gradients, also where parameters have different choices."""
     lockstep = Lockstep(2, STRATEGY, ErrorFeedback())
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for step, (level, levels) in enumerate(changes):
