@@ -8,13 +8,16 @@ if __name__ == "controllers":
 
 from .accordion import Accordion as Accordion
 from .adaqs import AdaQS as AdaQS
+from .auto import Auto as Auto
 from .bandwidth_aware import BandwidthAware as BandwidthAware
+from .base import Choice as Choice
 from .base import Controller as Controller
 from .base import Curve as Curve
 from .base import Decision as Decision
 from .base import Needs as Needs
 from .base import Observation as Observation
 from .base import Point as Point
+from .base import Weighed as Weighed
 from .by_size import BySize as BySize
 from .bytes_budget import BytesBudget as BytesBudget
 from .chain import Chain as Chain
@@ -36,10 +39,12 @@ from .total_error_budget import TotalErrorBudget as TotalErrorBudget
 __all__ = [
     "Accordion",
     "AdaQS",
+    "Auto",
     "BandwidthAware",
     "BySize",
     "BytesBudget",
     "Chain",
+    "Choice",
     "CongestionAIMD",
     "DQSGD",
     "Controller",
@@ -60,4 +65,5 @@ __all__ = [
     "Schedule",
     "TotalError",
     "TotalErrorBudget",
+    "Weighed",
 ]

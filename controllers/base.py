@@ -44,6 +44,32 @@ class Curve(NamedTuple):
     points: tuple[Point, ...]
 
 
+class Choice(NamedTuple):
+    """What a step would take with one choice of a menu, as predicted.
+
+    Attributes:
+        level: the choice; None: uncompressed.
+        name: as in the menu.
+        step_seconds: a step's, less those of a step with the present choice.
+    """
+
+    level: Level
+    name: str
+    step_seconds: float
+
+
+class Weighed(NamedTuple):
+    """What steps would take with each choice of a menu.
+
+    Attributes:
+        seconds: that it took to find this out, between two steps.
+        choices: one for each, in the order of their levels; the last one is uncompressed.
+    """
+
+    seconds: float
+    choices: tuple[Choice, ...]
+
+
 @dataclass(frozen=True)
 class Needs:
     """Observations that a controller needs, each with a cost per step.
@@ -61,13 +87,16 @@ class Needs:
         curves: levels of ``error_curves``, computed at the end of an epoch. Costs one
             float32 per parameter, a pass over the gradient, and at the end of an epoch one
             compression per level of every parameter, on worker 0.
-        seconds: ``step_seconds`` and ``phase_seconds``. Costs a look at the clock per step.
+        seconds: ``step_seconds``, ``each_step``, ``phase_seconds``. Costs a look at the clock per
+            step; on CUDA ``each_step`` costs an event.
         link: ``exchanges`` and the link fitted to them. Costs two looks at the clock per request,
             or two events on CUDA.
         trace: path of a file to which worker 0 appends each observation, state and decision; empty
             for none. ``replay`` reads it.
         rounds: all values of H that it may set in ``Decision.every``; it needs local steps.
             Costs nothing.
+        choices: it may ask for ``Observation.weighed`` by ``Decision.weigh``; it needs a ``Menu``.
+            Costs two exchanges of a part of the gradient with each choice, when it asks.
     """
 
     gradients: Literal["none", "epoch sum", "first batch"] = "none"
@@ -79,6 +108,7 @@ class Needs:
     link: bool = False
     trace: str = ""
     rounds: tuple[int, ...] = ()
+    choices: bool = False
 
     def __post_init__(self) -> None:
         if self.curves and self.gradients == "first batch":
@@ -114,6 +144,7 @@ class Needs:
             link=self.link or other.link,
             trace=self.trace or other.trace,
             rounds=tuple(sorted({*self.rounds, *other.rounds})),
+            choices=self.choices or other.choices,
         )
 
 
@@ -176,6 +207,10 @@ class Observation:
         link_r2: share of the variance of their seconds that the fit explains.
         weight_sizes: as ``sizes``, of the weights that FSDP gathers compressed.
         weight_levels: as ``levels``, of these weights.
+        each_step: seconds of each step since the last decision, worker 0's, at most 64; empty if
+            not declared. Of simulated workers all are the mean. On CUDA the device's.
+        weighed: None unless the last decision asked for it.
+        optimizers: names of the optimizers' classes.
     """
 
     epoch: int
@@ -213,6 +248,9 @@ class Observation:
     link_r2: float = 0.0
     weight_sizes: Mapping[str, int] = field(default_factory=dict)
     weight_levels: Mapping[str, Level] = field(default_factory=dict)
+    each_step: tuple[float, ...] = ()
+    weighed: Weighed | None = None
+    optimizers: tuple[str, ...] = ()
 
     @property
     def density(self) -> float:
@@ -237,6 +275,12 @@ class Decision:
             declares it in ``Needs.rounds``.
         weights: ``level`` and ``levels`` of the weights that FSDP gathers; None keeps them. Set by
             the argument ``weights_controller``.
+        after: steps until the next decision, or to the end of the epoch; 0: by ``turns`` and
+            ``every_steps``.
+        weigh: let the next observation have ``weighed``. Only for a controller that declares
+            ``Needs.choices``.
+        says: one line for the log, at once, on worker 0; empty for none. A reason is logged between
+            epochs only.
     """
 
     level: Level
@@ -247,6 +291,9 @@ class Decision:
     keeps_levels: bool = False
     every: int | None = None
     weights: tuple[Level, Mapping[str, Level]] | None = None
+    after: int = 0
+    weigh: bool = False
+    says: str = ""
 
 
 class KnobLike(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .base import Controller, Curve, Decision, Observation, Point, State
+from .base import Choice, Controller, Curve, Decision, Observation, Point, State, Weighed
 from .exchange_record import ExchangeRecord
 
 
@@ -59,7 +59,13 @@ def _observation(saved: dict[str, Any]) -> Observation:
         name: Curve(norm, tuple(Point(*point) for point in points))
         for name, (norm, points) in saved["error_curves"].items()
     }
+    weighed = saved.get("weighed")
+    if weighed is not None:
+        weighed = Weighed(weighed[0], tuple(Choice(*each) for each in weighed[1]))
     changed = {
+        "each_step": tuple(saved.get("each_step", ())),
+        "weighed": weighed,
+        "optimizers": tuple(saved.get("optimizers", ())),
         "step_metrics": tuple(saved["step_metrics"]),
         "rates_ahead": tuple(saved["rates_ahead"]),
         "error_curves": curves,

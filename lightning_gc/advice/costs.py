@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_gc.advice.alpha_beta import HasSeconds, request_seconds
-from lightning_gc.advice.timeline import BucketWork, pieces_of
 from lightning_gc.advice.traces import Asked, Shapes, Trace, pattern, trace
 from lightning_gc.compressors import Identity
 from lightning_gc.core.flow import is_gathered
 from lightning_gc.exchange.bucketing import Layout
+from lightning_gc.exchange.timeline import BucketWork, pieces_of
 from lightning_gc.methods.method import Method
 from lightning_gc.schemes import AllReduce
 from lightning_gc.transports.distributed import Distributed, gather_text

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 
 from lightning_gc.advice.alpha_beta import HasSeconds, dense, exchange
 from lightning_gc.advice.costs import Costs, bucket_trace, work
-from lightning_gc.advice.timeline import (
+from lightning_gc.advice.traces import Asked, Trace, sent, volume
+from lightning_gc.exchange.bucketing import Layout, caps, layout
+from lightning_gc.exchange.timeline import (
     BucketWork,
     Module,
     Timeline,
     segments,
     timeline,
 )
-from lightning_gc.advice.traces import Asked, Trace, sent, volume
-from lightning_gc.exchange.bucketing import Layout, caps, layout
 
 CAPS: tuple[float | None, ...] = (None, 5.0, 100.0)
 """Candidates for ``bucket_cap_mb``; None is DDP's default: 1 MiB, then 25 MiB."""

@@ -11,9 +11,9 @@ import yaml
 
 from lightning_gc.advice.alpha_beta import HasSeconds
 from lightning_gc.advice.prediction import Prediction, shortlist
-from lightning_gc.advice.timeline import Timeline
 from lightning_gc.controllers import BySize, Plan
 from lightning_gc.core.registry import given_fields, path_of
+from lightning_gc.exchange.timeline import Timeline
 from lightning_gc.methods import plot_style
 from lightning_gc.methods.method import Method
 from lightning_gc.transports.accounting import human_bytes

@@ -25,11 +25,11 @@ from lightning_gc.advice.prediction import (
     shortlist,
 )
 from lightning_gc.advice.report import plan_of
-from lightning_gc.advice.timeline import Module
 from lightning_gc.bench.baselines import BF16, FP16, NO_EXCHANGE, NONE, PLAIN, baseline_strategy
 from lightning_gc.bench.benchmark import Say, take_turns
 from lightning_gc.bench.method_run import WARMUP_STEPS, Measurement, measure, train
 from lightning_gc.bench.preparation import BenchError, BenchSetup
+from lightning_gc.exchange.timeline import Module
 from lightning_gc.exchange.workers import plain_name
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method

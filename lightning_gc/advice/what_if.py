@@ -32,10 +32,10 @@ from lightning_gc.advice.prediction import (
     predict,
     shortlist,
 )
-from lightning_gc.advice.timeline import Module
 from lightning_gc.advice.traces import Asked, Shapes, Trace, pattern
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core.registry import did_you_mean
+from lightning_gc.exchange.timeline import Module
 from lightning_gc.methods.method import Method, parse_method
 from lightning_gc.methods.text_table import plain
 from lightning_gc.transports.network_model import rate

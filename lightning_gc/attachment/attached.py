@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, Self
@@ -363,6 +363,10 @@ class Attached:
     def _before_forward(self, module: nn.Module) -> None:
         self.check()
         self.before_pass()
+        controller = self._setup.controller
+        if controller is not None and controller.needs.choices and torch.is_grad_enabled():
+            # It needs no metrics, so the loop need not call us.
+            self.decide(0, partial(Moment, {}))
 
     def _after_forward(self, module: nn.Module) -> None:
         self.refuse_unsynchronised()
@@ -649,7 +653,8 @@ class AttachedDDP(Attached):
             agreed=setup.agreed,
             verify=setup.verify,
         )
-        super().__init__(ddp, setup, peers_of(setup.device, group, group), self._synchronizer)
+        peers = replace(peers_of(setup.device, group, group), timed=self._synchronizer.timed)
+        super().__init__(ddp, setup, peers, self._synchronizer)
 
     def _start(self) -> None:
         super()._start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
@@ -73,7 +74,8 @@ class AttachedShards(Attached):
             self._replicate()
             raise
         peers = peers_of(setup.device, mesh.get_group(0), None, self._exchange.parts)
-        super().__init__(model, setup, peers, self._exchange.synchronizer)
+        synchronizer = self._exchange.synchronizer
+        super().__init__(model, setup, replace(peers, timed=synchronizer.timed), synchronizer)
 
     def _warn_alone(self) -> None:
         alone = f"{self._setup.owner} has one replica on {dist.get_world_size()} ranks"

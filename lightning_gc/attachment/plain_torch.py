@@ -21,6 +21,7 @@ from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.exchange import configure
+from lightning_gc.exchange.automatic import IN_FSDP, permitted, refuse_auto
 from lightning_gc.exchange.validation import make_controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.memories import Memory
@@ -151,6 +152,7 @@ def attach(
     model = cast(nn.Module, module)
     alone = isinstance(module, FSDPModule) and not any(u.replicates for u in units_of(model))
     if alone:
+        refuse_auto("attach(...) of a model in shards", compressor, controller, IN_FSDP)
         check_legs("attach", compressor, weights, hops, workers_per_node)
         _refuse_replica_arguments(scheme=scheme, timeout=timeout, bucket_cap_mb=bucket_cap_mb)
         check_verify("attach", verify)
@@ -158,14 +160,17 @@ def attach(
         scheme = ReduceScatter(workers_per_node or (local if hops == 2 else 1))
     else:
         _refuse_fsdp_arguments(fsdp)
+    compressor, memory, controller = permitted("attach", compressor, memory, controller)
     configuration = configure("attach", compressor, memory, scheme, seed, min_numel)
     if isinstance(optimizers, torch.optim.Optimizer):
         optimizers = [optimizers]
     verification(verify, "attach")
     its = list(optimizers or ())
-    controller = None if controller is None else make_controller(controller, "attach")
+    if isinstance(controller, str):
+        controller = make_controller(controller, "attach")
+    decides = controller is not None and not controller.needs.choices  # such as Accordion
     for name, given in {"controller": controller, "weights_controller": weights_controller}.items():
-        if given is not None and not its:
+        if given is not None and not its and (decides or given is weights_controller):
             raise ValueError(
                 f"attach(..., {name}={given!r}): a controller sees the learning rates; give "
                 f"optimizers=optimizer."

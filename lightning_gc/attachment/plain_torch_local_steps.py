@@ -31,6 +31,7 @@ from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.core.settings import CheckedCalls, parted, takes_fields, unknown_argument
 from lightning_gc.exchange import configure
+from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS, refuse_auto
 from lightning_gc.exchange.validation import check_controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import reshard
@@ -190,6 +191,7 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         fields, unknown = parted(RoundPlan, rounds)
         plan = RoundPlan(owner=owner, **fields)
         _refuse_unknown(type(self), unknown)
+        refuse_auto(owner, compressor, controller, WITH_LOCAL_STEPS)
         configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         parts = configuration.compressor, configuration.memory
         controller = check_controller(controller, *parts, owner)

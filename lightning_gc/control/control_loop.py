@@ -28,6 +28,7 @@ from lightning_gc.core import (
     Pair,
     Record,
 )
+from lightning_gc.core.notices import say
 from lightning_gc.core.saved_state import FINITE, FLAG, INTEGER, LEVEL
 from lightning_gc.engine.levels import Requested
 from lightning_gc.exchange.peers import Peers
@@ -151,8 +152,9 @@ class ControlLoop:
             moment: returns metrics and progress; called only if a decision is due.
             peers: the other workers.
         """
-        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        rate = float(max(group["lr"] for group in groups))
+        known = list(optimizers)
+        groups = (group for optimizer in known for group in optimizer.param_groups)
+        rate = float(max((group["lr"] for group in groups), default=0.0))
         begins = self._epoch != epoch
         if self.controller.needs.seconds:
             self._probes.clock.see(self._step, epoch)
@@ -163,7 +165,7 @@ class ControlLoop:
             until = f"begin epoch {epoch}"
             with peers.awaiting(until) if begins else contextlib.nullcontext():
                 now = moment()
-                observation = self._observe(epoch, rate, now, peers, begins)
+                observation = self._observe(epoch, rate, now, peers, begins, names_of(known))
                 steps = now.total_steps
                 said = self._call_policy(observation, epoch, steps) if peers.decides else None
                 self.ended, self._epoch = begins, epoch
@@ -174,6 +176,8 @@ class ControlLoop:
     def _due(self, epoch: int) -> bool:
         """Whether the epoch's first batch is due, or steps have reached the pause, or doubled."""
         done = self._step - self._seen_step
+        if self.decision is not None and self.decision.after:
+            return done >= self.decision.after
         deciding, _ = self.controller.deciding(epoch)
         if deciding.needs.gradients == "first batch" and self._seen_step == self._epoch_step:
             return done > 0
@@ -246,6 +250,8 @@ class ControlLoop:
         decision = Decision(**said["decision"])
         if decision.warning and peers.decides:
             warnings.warn(decision.warning, stacklevel=2)
+        if decision.says and peers.decides:
+            say("%s", decision.says)
         self._carry_out(decision)
 
     def _carry_out(self, decision: Decision) -> None:
@@ -267,7 +273,13 @@ class ControlLoop:
             rounds.set_every(every)
 
     def _observe(
-        self, epoch: int, rate: float, now: Moment, peers: Peers, ended: bool
+        self,
+        epoch: int,
+        rate: float,
+        now: Moment,
+        peers: Peers,
+        ended: bool,
+        optimizers: tuple[str, ...],
     ) -> Observation:
         probes = self._probes
         steps, self._seen_step = self._step - self._seen_step, self._step
@@ -275,6 +287,8 @@ class ControlLoop:
         if peers.device.type == "cuda" and not ended:
             probes.clock.catch_up()  # the host has just waited for these steps
         found |= probes.seconds(peers) | probes.link()
+        if self.decision is not None and self.decision.weigh:
+            found |= probes.weighed(peers)
         probes.begin()
         if ended:
             in_epoch, self._epoch_step = self._step - self._epoch_step, self._step
@@ -297,8 +311,15 @@ class ControlLoop:
             progress=now.progress,
             ended=ended,
             resumed=resumed,
+            optimizers=optimizers,
             **found,
         )
+
+
+def names_of(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[str, ...]:
+    """Return the names of the optimizers' classes, and of those that they join."""
+    every = [part for each in optimizers for part in (each, *getattr(each, "optimizers", ()))]
+    return tuple(dict.fromkeys(type(each).__name__ for each in every))
 
 
 def decision_of(
@@ -337,6 +358,9 @@ CONTROL_STATE = Record(
                     "keeps_levels": FLAG,
                     "every": Optional(COUNT),
                     "weights": Optional(Pair(LEVEL, Each(LEVEL))),
+                    "after": WHOLE,
+                    "weigh": FLAG,
+                    "says": TEXT,
                 }
             )
         ),

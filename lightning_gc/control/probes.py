@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
+from lightning_gc.control.weighing import weigh
 from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Point
 from lightning_gc.controllers.exchange_record import fit_link
 from lightning_gc.core import Bucket, Record, Tally
@@ -27,7 +28,10 @@ from lightning_gc.transports.accounting import (
     COMPUTE,
     DECODE,
     KEPT,
+    Mark,
     Recorder,
+    mark,
+    seconds_between,
 )
 from lightning_gc.transports.simulated import Simulated
 
@@ -239,24 +243,52 @@ PHASES = (COMPUTE, COMPRESS, COMMUNICATE, DECODE)
 
 
 class StepClock:
-    """Adds up the time from one batch to the next of the same epoch.
+    """Adds up the time from one batch to the next of the same epoch, and keeps each step's.
 
     Validation and work between epochs are left out, and so is the last step of an epoch without
     validation. On CUDA the host runs ahead of its device, so only the mean between two decisions is
-    meaningful. Within an epoch each decision waits for the device.
+    meaningful of what it adds up; each step is timed by events. Within an epoch each decision waits
+    for the device.
+
+    Args:
+        device: on which steps are timed one by one; None: they are not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._last: tuple[float, int, int] | None = None  # time, step, epoch
         self._spent, self._steps = 0.0, 0
+        self._mark: Mark | None = None  # the latest, if this step's batches are timed from there
+        self._parts: list[tuple[Mark, Mark]] = []  # of this step
+        self._each: deque[list[tuple[Mark, Mark]]] = deque(maxlen=KEPT)
 
     def see(self, step: int, epoch: int) -> None:
         """Note that a batch begins, after so many steps."""
         now = time.perf_counter()
-        if self._last is not None and self._last[2] == epoch:
+        goes_on = self._last is not None and self._last[2] == epoch
+        done = 0
+        if goes_on and self._last is not None:
             self._spent += now - self._last[0]
-            self._steps += step - self._last[1]
+            done = step - self._last[1]
+            self._steps += done
         self._last = now, step, epoch
+        if self._device is not None:
+            self._see_mark(mark(self._device), done, goes_on=goes_on)
+
+    def _see_mark(self, now: Mark, done: int, *, goes_on: bool) -> None:
+        """Add the time since the last mark to the step, and keep the step if it is done."""
+        if self._mark is not None and goes_on:
+            self._parts.append((self._mark, now))
+        if done == 1 and self._parts:
+            self._each.append(self._parts)
+        if done or not goes_on:
+            self._parts = []
+        self._mark = now
+
+    def each(self) -> tuple[float, ...]:
+        """Return and reset the seconds of the latest steps; on CUDA the device has passed them."""
+        found, self._each = self._each, deque(maxlen=KEPT)
+        return tuple(sum(seconds_between(*part) for part in parts) for parts in found)
 
     def catch_up(self) -> None:
         """Count the time that the host has waited, since the batch began, for earlier steps."""
@@ -272,6 +304,8 @@ class StepClock:
     def forget(self) -> None:
         """Forget what has been seen, as of a step that is not to count."""
         self._last, self._spent, self._steps = None, 0.0, 0
+        self._mark, self._parts = None, []
+        self._each.clear()
 
     def pause(self, step: int) -> None:
         """Note that validation begins after so many steps, within an epoch or after it."""
@@ -283,6 +317,7 @@ class StepClock:
         """Continue after a decision, which is not part of a step."""
         if self._last is not None:
             self._last = time.perf_counter(), *self._last[1:]
+            self._mark = None if self._device is None else mark(self._device)
 
 
 PARTS = 100
@@ -332,7 +367,10 @@ class Probes:
     def __init__(self, controller: Controller, workers: Workers) -> None:
         self._needs, self._workers = controller.needs, workers
         self.statistics = [WorkerStatistics(engine, controller) for engine in workers.engines]
-        self.clock = StepClock()
+        first = next(iter(workers.names), None)
+        self.clock = StepClock(first.device if self._needs.seconds and first is not None else None)
+        if self._needs.choices:
+            workers.ready = []
         self._forecast = Forecast()
 
     def traffic(self, steps: int, peers: Peers) -> dict[str, Any]:
@@ -375,9 +413,11 @@ class Probes:
         steps = max(self.statistics[0].timed_steps, 1)
         per_step = {n: s / steps for n, s in zip(PHASES, means, strict=True) if s}
         step = seconds / stepped if stepped else 0.0
+        each = self.clock.each()
         if self.statistics[0].modelled:  # simulated workers run in turn
             step = sum(per_step.values())
-        return {"step_seconds": step, "phase_seconds": per_step}
+            each = (step,) * min(self.statistics[0].timed_steps, KEPT)
+        return {"step_seconds": step, "phase_seconds": per_step, "each_step": each}
 
     def link(self) -> dict[str, Any]:
         """Return worker 0's requests, and latency and bandwidth fitted to them, if declared."""
@@ -391,6 +431,10 @@ class Probes:
             "bandwidth_gbps": bandwidth,
             "link_r2": r2,
         }
+
+    def weighed(self, peers: Peers) -> dict[str, Any]:
+        """Return what a step takes with each choice of the menu: several exchanges."""
+        return {"weighed": weigh(self._workers, peers) if self._workers.layout else None}
 
     def first_batch(self, peers: Peers) -> dict[str, Any]:
         """Return the gradient norms of the epoch's first batch, if declared."""

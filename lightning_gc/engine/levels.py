@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gc.compressors.base import Codec, Compressor, Knob
+from lightning_gc.compressors.identity import Identity
 from lightning_gc.compressors.wrappers.menu import Menu, chosen_of, compressors_of
 from lightning_gc.compressors.wrappers.per_parameter import PerParameter, with_levels
 from lightning_gc.core import Each, Leaf, Number, Optional, Pair, Structure
@@ -93,6 +94,10 @@ class Levels:
     def _follow(self) -> None:
         """Let a menu's scheme follow the choice."""
         if not self.on_menu:
+            return
+        if self.uncompressed:
+            dense = Identity()
+            self.scheme, self.exact = self._scheme or default_scheme(dense), dense.traits.exact
             return
         levels = {self._common, *self._by_name.values()}
         found = {self.scheme_of(self._first.at(level)) for level in levels if level is not None}

@@ -70,8 +70,8 @@ def cap_on_cuda(nbytes: Sequence[int], host: float) -> int | None:
     better. A larger bucket is sent later, so less of the exchange overlaps with the backward pass.
     The size with the shortest predicted step is chosen, if it gains ``WORTH``.
 
-    The step is the one of ``advice.timeline`` under these assumptions: the forward pass takes half
-    as long as the backward pass. Gradients become ready in proportion to their bytes. The host's
+    The step is the one of ``exchange.timeline`` under these assumptions: the forward pass takes
+    half as long as the backward pass. Gradients become ready in proportion to their bytes. The host's
     work delays the backward pass by its own seconds. The network is unknown, so the seconds for
     each of ``PACES`` are added. No GPU has measured the result.
 

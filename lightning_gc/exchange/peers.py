@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_gc.core import Flow
 from lightning_gc.transports.distributed import (
     EXCHANGE,
     Distributed,
@@ -106,6 +107,8 @@ class Peers:
         mean: returns a tensor's mean over workers; by default, all are in this process.
         parts: sums over the parts of a worker, where several processes have them.
         group: of all processes; None is the default group.
+        timed: runs a flow for each worker of this process between two rounds, and returns phase ->
+            seconds of the first one; None where that is not possible.
     """
 
     decides: bool
@@ -113,6 +116,7 @@ class Peers:
     mean: Callable[[Tensor], Tensor] = _alone
     parts: Parts = Parts()  # noqa: RUF009 - has no state
     group: dist.ProcessGroup | None = None
+    timed: Callable[[Sequence[Flow]], Mapping[str, float]] | None = None
 
     def mean_of(self, rows: Iterable[Sequence[float]]) -> list[float]:
         """Return the mean over workers, in one message; one row per worker of this process."""

@@ -20,7 +20,7 @@ from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.validation import check_agreement, refuse_unknown_device
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import Shapes, Workers
-from lightning_gc.transports.accounting import Recording
+from lightning_gc.transports.accounting import Mark, Recording, mark
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.base import Transport
 from lightning_gc.transports.distributed import EXCHANGE, Distributed, gather_text, own_group
@@ -108,6 +108,7 @@ class Synchronizer:
         self._background = Background(self._recording, device, waits=waits or not queues)
         self._left = False
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
+        self._ready: list[Mark] = []  # when they were
         self.rounds = 0
         self._compared: torch.futures.Future[Tensor] | None = None  # of the last verified round
 
@@ -164,6 +165,8 @@ class Synchronizer:
             self._before_round()
         self._round.append(tuple(shapes))
         workers = self.workers
+        if workers.ready is not None:
+            self._ready.append(mark(self._background.device))
         if workers.regrouping is not None:
             return workers.regrouping.hold(grad, shapes, self._background)
         return self._background.submit(self._flow(grad, shapes), grad)
@@ -174,6 +177,16 @@ class Synchronizer:
         """Queue a flow of any other kind; the future is completed with ``result`` at its end."""
         self._background.check()
         return self._background.submit(make()[0], result)
+
+    def timed(self, flows: Sequence[Flow]) -> dict[str, float]:
+        """Run this worker's flow between two rounds; return phase -> seconds, which no step has."""
+        (flow,) = flows
+        self._background.check()
+        account = Recording(self._recording.inner)
+        account.timing = True
+        self._background.submit(flow, torch.empty(0), transport=account).wait()
+        self._background.check()
+        return account.take().seconds
 
     def landed(self) -> None:
         """Nothing waits for weights to be taken over."""
@@ -207,8 +220,8 @@ class Synchronizer:
             comparison = self._verification.compare(workers.first.step, compared)
         if comparison is not None:
             self._compared = self._background.submit(comparison, torch.empty(0, device="cpu"))
-        workers.end_round(self._round)
-        self._round = []
+        workers.end_round(self._round, self._ready)
+        self._round, self._ready = [], []
         self.rounds += 1
 
     def check(self) -> None:

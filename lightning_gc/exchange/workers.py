@@ -27,7 +27,7 @@ from lightning_gc.engine.levels import Requested
 from lightning_gc.exchange.validation import refuse_complex_parameters
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.schemes import SCHEMES, Scheme
-from lightning_gc.transports.accounting import Recorder
+from lightning_gc.transports.accounting import Mark, Recorder
 from lightning_gc.transports.background import Background
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -113,6 +113,8 @@ class Workers:
         accounts: bytes and seconds of these workers, while training.
         names: parameter -> name, of all that are trained.
         layout: parameter names in each bucket of the last round.
+        ready: when the gradients of each bucket of the last round were there, as ``mark`` notes it;
+            None: nobody wants to know.
         regrouping: exchanges the first round after a resume in the layout of the saved run.
         run: a random name of this fit, equal on all workers.
         model: name -> description of every parameter and buffer, which must be equal on all.
@@ -124,6 +126,7 @@ class Workers:
         self.accounts: Sequence[Recorder] = ()
         self.names: dict[Tensor, str] = {}
         self.layout: list[tuple[str, ...]] = []
+        self.ready: list[Mark] | None = None
         self.regrouping: Regrouping | None = None
         self.run = ""
         self.model: dict[str, str] = {}
@@ -144,11 +147,12 @@ class Workers:
         self.regrouping = None
         self.run = secrets.token_hex(4)
         if not self.engines:
-            self.engines = [self._engine(a.worker, a.workers) for a in accounts]
+            self.engines = [self.make_engine(a.worker, a.workers) for a in accounts]
         for engine in self.engines:
             engine.begin_fit(revocable=revocable)
 
-    def _engine(self, worker: int, workers: int) -> Engine:
+    def make_engine(self, worker: int, workers: int) -> Engine:
+        """Return an engine without state for one of ``workers`` workers."""
         return self.configuration.engine(worker, workers)
 
     def local(self, param: Tensor) -> Tensor:
@@ -190,9 +194,11 @@ class Workers:
             weights = {name: in_memory_order(param) for name, param in own.items()}
         return engine.flow(grad, shapes, weights=weights, wanted=wanted)
 
-    def end_round(self, layout: Iterable[Iterable[str]]) -> None:
-        """Count a finished round, whose buckets held these parameters."""
+    def end_round(self, layout: Iterable[Iterable[str]], ready: Iterable[Mark] = ()) -> None:
+        """Count a finished round, whose buckets held these parameters, and were ready then."""
         self.layout = [tuple(names) for names in layout]
+        if self.ready is not None:
+            self.ready = list(ready)
         self.first.advance()
         for engine in self.engines[1:]:
             engine.advance(decoder=self.first)

@@ -20,6 +20,7 @@ from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.engine import Engine
 from lightning_gc.exchange import Configuration, Workers, configure
+from lightning_gc.exchange.automatic import permitted, refuse_auto
 from lightning_gc.exchange.peers import Parts
 from lightning_gc.exchange.validation import check_controller, check_optimizers
 from lightning_gc.exchange.verification import Verify
@@ -144,6 +145,8 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     """Returns metrics and progress of a Trainer before a batch, for a controller."""
     _exchanges_rounds = False
     """Whether workers exchange every H steps, and a controller may set H."""
+    _no_choice = ""
+    """Why ``"auto"`` cannot choose here, and what to take; empty: it can."""
 
     @property
     def is_alone(self) -> bool:
@@ -168,6 +171,9 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         min_numel: int,
     ) -> None:
         owner = type(self).__name__
+        if self._no_choice:
+            refuse_auto(owner, compressor, controller, self._no_choice)
+        compressor, memory, controller = permitted(owner, compressor, memory, controller)
         configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         self.compressor, self.memory = configuration.compressor, configuration.memory
         self.scheme, self.seed = configuration.scheme, configuration.seed

@@ -20,6 +20,7 @@ from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.exchange import configure
+from lightning_gc.exchange.automatic import permitted
 from lightning_gc.exchange.validation import check_agreement, check_controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import model_in_words
@@ -95,6 +96,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         refuse_other_hooks(owner, ddp_kwargs, "Fabric(precision='bf16-mixed')")
         if state not in ("full", "mean", "off"):
             raise ValueError(f"{owner}(state={state!r}): use 'full', 'mean' or 'off'.")
+        compressor, memory, controller = permitted(owner, compressor, memory, controller)
         self.configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         parts = self.configuration
         self.controller = check_controller(

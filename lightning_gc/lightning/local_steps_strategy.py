@@ -33,6 +33,7 @@ from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.core.settings import parted, takes_fields
+from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS
 from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.exchange.verification import Verify, verification
@@ -86,6 +87,7 @@ class LocalHooks(CompressedStrategy):
     _steps_own = False
     """Whether the Trainer's optimizer step is under way, which counts."""
     _exchanges_rounds = True
+    _no_choice = WITH_LOCAL_STEPS
     _paused: Sequence[float] = ()
 
     def _refuse_trainer(self, trainer: Any, module: Any) -> None:

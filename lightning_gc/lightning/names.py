@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_gc.compressors import COMPRESSORS, QSGD, BinMeans, ChunkedTopK, Quantised
 from lightning_gc.core.registry import closest
+from lightning_gc.exchange.automatic import AUTO
 from lightning_gc.local_steps import OuterSGD
 from lightning_gc.memories import ErrorFeedback
 
@@ -73,10 +74,10 @@ def register(registry: Any, **strategies: type) -> None:
 def _entries() -> Iterator[tuple[str, str, bool, str, dict[str, Any]]]:
     """Yield kind, name, whether it is listed, what it is, and arguments, of every name."""
     for kind, (what, default, variants) in _KINDS.items():
-        for method in (None, *COMPRESSORS):
+        for method in (None, *((AUTO,) if kind != "fsdp" else ()), *COMPRESSORS):
             for variant, arguments in variants.items():
                 name = "_".join(filter(None, ("compressed", kind, method))) + variant
-                listed = not variant and (kind == "ddp" or method is None)
+                listed = not variant and (kind == "ddp" or method in (None, AUTO))
                 first = "gradients" if kind == "fsdp" else "compressor"
                 yield kind, name, listed, what, {first: method or default} | arguments
     what = "local steps with compressed exchanges"

@@ -45,7 +45,8 @@ class ShardedWorkers(Workers):
         super().name(module)
         self.names = {param: name for param, name in self.names.items() if param.numel()}
 
-    def _engine(self, worker: int, workers: int) -> Engine:
+    def make_engine(self, worker: int, workers: int) -> Engine:
+        """Return an engine without state for this rank's shards."""
         whole = self.configuration
         compressor = for_shards(whole.compressor, self.shards)
         seed = seed_of_shard(whole.seed, self.shard)
@@ -96,7 +97,8 @@ class FSDPWorkers(ShardedWorkers):
 
     gathers: HasWeights | None = None
 
-    def _engine(self, worker: int, workers: int) -> Engine:
+    def make_engine(self, worker: int, workers: int) -> Engine:
+        """Return an engine without state for this rank."""
         parts, cuts = self.configuration, {n: self._cut(param) for param, n in self.names.items()}
         return _PaddedEngine(parts, worker, workers, cuts)
 

@@ -190,6 +190,28 @@ class WithWeights:
         return account
 
 
+Mark = float | torch.cuda.Event
+"""A moment: the host's clock, or an event on a CUDA stream."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Note this moment, on CUDA that of the current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = _timing_event()
+    event.record()
+    return event
+
+
+def seconds_between(start: Mark, stop: Mark) -> float:
+    """Return the seconds between two marks of one device, which it has passed."""
+    if isinstance(start, float):
+        assert isinstance(stop, float)
+        return stop - start
+    assert not isinstance(stop, float)
+    return float(start.elapsed_time(stop)) / 1e3
+
+
 class LatestRequests:
     """Keeps the bytes and seconds of the latest requests, for controllers.
 
@@ -256,6 +278,7 @@ class Stopwatch:
     Attributes:
         timing: whether CUDA streams are timed, by events; off at first. Only events that the device
             has not reached are kept, even if nobody takes the seconds.
+        device: whose time passes.
     """
 
     def __init__(self) -> None:
@@ -264,11 +287,11 @@ class Stopwatch:
         self._seconds: dict[str, float] = {}
         self._taken: dict[str, float] = {}
         self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._mark: float | torch.cuda.Event | None = None
-        self._device = torch.device("cpu")
+        self._mark: Mark | None = None
+        self.device = torch.device("cpu")
 
     def start(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         with self._adding:
             while self._events and self._events[0][2].query():
                 self._add_first()
@@ -303,14 +326,8 @@ class Stopwatch:
         phase, start, stop = self._events.popleft()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + start.elapsed_time(stop) / 1e3
 
-    def _now(self) -> float | torch.cuda.Event | None:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        if not self.timing:
-            return None
-        event = _timing_event()
-        event.record()
-        return event
+    def _now(self) -> Mark | None:
+        return mark(self.device) if self.timing or self.device.type != "cuda" else None
 
 
 def _timing_event() -> torch.cuda.Event:

@@ -56,12 +56,22 @@ class Background:
         return torch.futures.Future(devices=[self.device] if self._stream is not None else None)
 
     def submit(
-        self, flow: Flow, result: Tensor, future: torch.futures.Future[Tensor] | None = None
+        self,
+        flow: Flow,
+        result: Tensor,
+        future: torch.futures.Future[Tensor] | None = None,
+        transport: Recording | None = None,
     ) -> torch.futures.Future[Tensor]:
         """Queue a flow; return a future that is completed with ``result`` when the flow ends.
 
         It is completed even if the flow fails: DDP's reducer finishes, and ``check`` raises the
         original exception. If a failed device allows no result, it is completed with an exception.
+
+        Args:
+            flow: to be run.
+            result: of the future.
+            future: a promised one; None: a new one.
+            transport: that the flow is to use, with an account of its own; None: as the others.
 
         Raises:
             RuntimeError: after ``close``.
@@ -73,10 +83,11 @@ class Background:
             )
         promised = self.promise() if future is None else future
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream else None
+        run = partial(self._run, flow, ready, promised, result, transport or self.transport)
         if self._thread is None:
-            self._run_here(flow, ready, promised, result)
+            self._run_here(run)
         else:
-            self._jobs.put(partial(self._run, flow, ready, promised, result))
+            self._jobs.put(run)
         return promised
 
     def check(self) -> None:
@@ -110,13 +121,7 @@ class Background:
                 self._fail(error)
                 self._drain()
 
-    def _run_here(
-        self,
-        flow: Flow,
-        ready: torch.cuda.Event | None,
-        promised: torch.futures.Future[Tensor],
-        result: Tensor,
-    ) -> None:
+    def _run_here(self, run: Callable[[], None]) -> None:
         """Run a flow in this thread, on the flows' stream."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -124,7 +129,7 @@ class Background:
                 stack.enter_context(torch.cuda.stream(self._stream))
             except Exception as error:  # of a device that has failed
                 self._fail(error)
-            self._run(flow, ready, promised, result)
+            run()
 
     def _drain(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -136,13 +141,14 @@ class Background:
         ready: torch.cuda.Event | None,
         promised: torch.futures.Future[Tensor],
         result: Tensor,
+        transport: Recording,
     ) -> None:
         """Run a flow unless one has failed; end its future, also after an error."""
         try:
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
             if self.error is None:
-                self.transport.run(flow, self.device)
+                transport.run(flow, self.device)
         except BaseException as error:  # raised in the training thread by check()
             self._fail(error)
         try:

@@ -222,6 +222,13 @@ class Ledger:
         with torch.no_grad():
             self.transport.run(flows, self._lap)
 
+    def timed(self, flows: Sequence[Flow]) -> dict[str, float]:
+        """Run one flow per worker; return phase -> seconds of worker 0, which no step has."""
+        apart = Ledger(self.transport.workers, self.network, self.transport.per_node)
+        apart.step, apart.phases.timing = self.step, True
+        apart.run(flows, self.phases.device)
+        return apart.seconds() | ({COMMUNICATE: apart.communicated} if self.network else {})
+
     def seconds(self) -> dict[str, float]:
         """Return and reset the seconds by phase of one worker."""
         seconds = self.phases.take()

@@ -23,10 +23,10 @@ from lightning_gc.advice.alpha_beta import Link, LinkByKind
 from lightning_gc.advice.prediction import WHOLE, Prediction, Situation, pieces_for, predict
 from lightning_gc.advice.report import Verdict, strategy_section
 from lightning_gc.advice.session import Session
-from lightning_gc.advice.timeline import Module
 from lightning_gc.advice.traces import Asked, Trace
 from lightning_gc.bench.baselines import FP16, PLAIN
 from lightning_gc.controllers import BySize, Chain, Fixed
+from lightning_gc.exchange.timeline import Module
 from lightning_gc.transports.network_model import rate
 from lightning_gc.tuning import Method
 from tests.processes.test_bench import CONFIG, LOCAL, Line

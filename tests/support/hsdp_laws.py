@@ -166,4 +166,4 @@ def engines_of(
 ) -> list[Engine]:
     workers = ShardedWorkers(configure("a test", compressor, memory, scheme, 3))
     workers.shard, workers.shards = shard, shards
-    return [workers._engine(replica, replicas) for replica in range(replicas)]
+    return [workers.make_engine(replica, replicas) for replica in range(replicas)]

@@ -48,7 +48,7 @@ class AttachedSimulation(Attached):
         setup.workers.name(module)
         setup.workers.start(ledger.pages, revocable=revocable)
         self._begin = begin
-        super().__init__(module, setup, Peers(True, setup.device))
+        super().__init__(module, setup, Peers(True, setup.device, timed=ledger.timed))
 
     def _start(self) -> None:
         self._begin()

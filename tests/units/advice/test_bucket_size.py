@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gc.advice.timeline import BucketWork, Module, timeline
 from lightning_gc.advice.what_if import MODELS
 from lightning_gc.exchange.bucketing import (
     BACKWARD,
@@ -21,6 +20,7 @@ from lightning_gc.exchange.bucketing import (
     layout,
     step_seconds,
 )
+from lightning_gc.exchange.timeline import BucketWork, Module, timeline
 from tests.support.replay import patient
 
 MODEL = st.lists(st.sampled_from([MIB // 64, 3 * MIB, 9 * MIB, 27 * MIB, 150 * MIB]), max_size=60)

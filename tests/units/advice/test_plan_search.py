@@ -6,7 +6,7 @@ import random
 import pytest
 
 from lightning_gc.advice.prediction import Mask, greedy
-from lightning_gc.advice.timeline import BucketWork, Module, timeline
+from lightning_gc.exchange.timeline import BucketWork, Module, timeline
 
 
 def case(draw: random.Random) -> tuple[list[int], Module, list[tuple[BucketWork, BucketWork]]]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gc.advice.timeline import BucketWork, Module, timeline
+from lightning_gc.exchange.timeline import BucketWork, Module, timeline
 from tests.support.replay import patient
 
 TICK = 0.5

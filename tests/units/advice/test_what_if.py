@@ -11,7 +11,6 @@ from lightning_gc import cli
 from lightning_gc.advice.alpha_beta import Link, at_rate
 from lightning_gc.advice.costs import segment_trace
 from lightning_gc.advice.prediction import METHODS, WHOLE, Situation, predict
-from lightning_gc.advice.timeline import Module
 from lightning_gc.advice.traces import Shapes, Trace, sent
 from lightning_gc.advice.what_if import (
     MODELS,
@@ -23,6 +22,7 @@ from lightning_gc.advice.what_if import (
     square,
     verdict,
 )
+from lightning_gc.exchange.timeline import Module
 from lightning_gc.methods.method import Method, parse_method
 from lightning_gc.transports.network_model import rate
 from tests.support.processes import ROOT

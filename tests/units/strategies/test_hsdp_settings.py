@@ -73,7 +73,7 @@ def test_shards_have_other_seeds_and_replicas_the_same() -> None:
     assert len(set(seeds)) == 4
     workers = ShardedWorkers(configure("a test", TopK(0.1), None, None, 7))
     workers.shard, workers.shards = 3, 4
-    assert [workers._engine(replica, 2).seed for replica in (0, 1)] == [seeds[3]] * 2
+    assert [workers.make_engine(replica, 2).seed for replica in (0, 1)] == [seeds[3]] * 2
 
 
 def test_a_shard_of_any_dimension() -> None:

@@ -1,0 +1,328 @@
+"""Choose the fastest method that the user permits, by trying the few that may pay (Auto)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from .bandwidth_aware import rate_of
+from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State
+
+FIRST = 3
+"""First steps of a run that do not count: DDP arranges its buckets anew, memory is allocated."""
+SETTLING = 1
+"""Steps after a change that do not count."""
+FEWEST, MOST = 5, 15
+"""Steps from which a choice is judged: the fewest if they are alike, else up to the most."""
+ALIKE = 1.1
+"""Steps are alike if their upper quartile is at most so many times the lower one."""
+TRIALS = 3
+"""Choices that are tried in one look, at most."""
+GAIN = 0.95
+"""A choice must take at most this share of the time without it."""
+EQUAL = 0.98
+"""Of two choices this near to one another the one that sends more is taken."""
+BAND = 1.3
+"""Factor by which seconds or the link's rate must change, for ``WINDOWS`` windows in a row."""
+WINDOWS = 3
+BUDGET = 0.01
+"""Share of the time so far that looking may have cost before it looks again."""
+_COARSE = ("QSGD(4)",)
+_REFUSING = ("Muon", "SOAP")
+"""Optimizers under which ``_COARSE`` methods cost quality at unchanged hyper-parameters."""
+
+
+class Spread(NamedTuple):
+    """Quartiles of the seconds of steps."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        """Return those of at least one step."""
+        if len(seconds) == 1:
+            return cls(seconds[0], seconds[0], seconds[0])
+        return cls(*statistics.quantiles(seconds, n=4, method="inclusive"))
+
+    def beats(self, other: Spread, share: float) -> bool:
+        """Whether these steps take at most a share of the others' time, with quartiles apart."""
+        return self.median <= share * other.median and self.high < other.low
+
+
+@dataclass(frozen=True)
+class Auto(Controller):
+    """Choose among the compressors of a ``Menu`` the one with the fastest steps, or none of them.
+
+    1. *Look*: the first steps are uncompressed. Their seconds are measured.
+    2. *Weigh*: between two steps each choice exchanges a part of the gradient twice, over the real
+       link. The timeline of a step, with these seconds for each bucket and the times at which
+       buckets were ready, predicts a step.
+    3. *Try*: choices that are predicted to take at most 95 % of the present time are tried for a
+       few steps, the fastest one first, at most three, and none that is predicted to be slower than
+       one that was measured. One is kept if the median of its steps is at most 95 %, and its upper
+       quartile lies below the other's lower one. Of those within 2 % of the fastest the one that
+       sends most is taken. To go back to uncompressed steps, "not slower" is enough.
+    4. *Watch*: medians of windows of ``every`` steps. If three in a row, or the link's rate in
+       them, are 1.3 times as large or small as in the first, it weighs and tries again, unless
+       looking has cost more than 1 % of the time so far. What counts as cost is the weighing, and
+       what steps of trials take longer than those before.
+
+    Steps on a busy machine differ much, so that quartiles overlap; then nothing is changed, and the
+    log says so. Epochs may end at any point of this.
+
+    Seconds differ between two runs, and so may choices: a run resumes as it was and does not look
+    again for that, but it is not repeated bit for bit. ``trace`` writes down what was seen and
+    decided; ``replay`` repeats that.
+
+    Args:
+        allow: what you permit, where the strategy's compressor is ``"auto"``. ``"rounding"``:
+            ``Cast()``, ``QSGD(8)``, ``QSGD(6)``, and ``QSGD(4)`` but under Muon and SOAP; they
+            trained as well as uncompressed gradients at unchanged hyper-parameters.
+            ``"feedback"``: also ``PowerSGD(2)``, ``TopK(0.01)`` and
+            ``Quantised(ChunkedTopK(), BinMeans(2))`` with error feedback; they send less, and the
+            learning rate wants tuning for the one that is chosen. Or a ``Menu`` of your own.
+        every: steps of a window while it watches. Each costs an all-reduce of a few numbers and a
+            broadcast.
+        trace: path of a file; empty for none.
+
+    Raises:
+        ValueError: another ``allow``, ``every`` below 4; a compressor that is not a menu.
+
+    Example:
+        >>> from lightning_gc.controllers import Auto, Observation
+        >>> auto = Auto()
+        >>> decision, state = auto.decide(Observation(-1), auto.init())
+        >>> decision.level, decision.after, decision.weigh
+        (None, 8, True)
+    """
+
+    allow: Literal["rounding", "feedback"] | Any = "rounding"
+    every: int = 16
+    trace: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.allow, str) and self.allow not in ("rounding", "feedback"):
+            raise ValueError(
+                f"Auto(allow={self.allow!r}): give 'rounding', 'feedback', or a Menu of your own."
+            )
+        if self.every < FEWEST - 1:
+            raise ValueError(f"Auto(every={self.every!r}): give at least {FEWEST - 1} steps.")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(seconds=True, link=True, choices=True, trace=self.trace)
+
+    def check(self, knob: KnobLike | None) -> None:
+        if knob is None or knob.field != "choice":
+            raise ValueError(
+                f"{self!r} chooses among the compressors of a Menu; give the strategy "
+                f'compressor="auto", or a Menu.'
+            )
+
+    def every_steps(self, epoch: int) -> int:
+        return self.every
+
+    def init(self) -> State:
+        return {
+            "phase": "look",
+            "level": None,
+            "name": "uncompressed",
+            "skip": FIRST,
+            "seen": [],  # seconds of steps with this choice
+            "queue": [],  # choices yet to be tried: level, name, predicted seconds
+            "tried": [],  # in this look: level, name, and quartiles
+            "base": [],  # of the choice before this look: level, name, and quartiles
+            "reference": [],  # seconds and rate of the first window
+            "outside": 0,  # windows in a row
+            "spent": 0.0,  # seconds that looking has cost
+            "seconds": 0.0,  # of all steps
+            "dense": 0.0,  # seconds of an uncompressed step
+            "dense_bytes": 0.0,
+            "bytes": 0.0,
+            "permitted": [],
+        }
+
+    def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
+        new = dict(state)
+        given = observation.each_step
+        skipped = min(new["skip"], len(given))
+        new["skip"] -= skipped
+        new["seconds"] += sum(given)
+        fresh = [*given[skipped:]]
+        new["seen"] = [*new["seen"], *fresh][-4 * MOST :]
+        if observation.steps:
+            new["bytes"] = observation.wire_bytes / observation.steps
+            new["dense_bytes"] = observation.dense_bytes / observation.steps
+        if new["phase"] == "try":
+            before = new["base"][2][1]
+            new["spent"] += sum(max(each - before, 0.0) for each in given)
+            return self._judge(new)
+        if new["phase"] == "watch":
+            return self._watch(observation, new, fresh)
+        return self._look(observation, new)
+
+    def _look(self, observation: Observation, new: State) -> tuple[Decision, State]:
+        """Measure steps with the present choice, then line up what may be faster."""
+        if observation.weighed is not None:
+            choices = [list(each) for each in observation.weighed.choices]
+            coarse = any(name in _REFUSING for name in observation.optimizers)
+            out = _COARSE if coarse and self.allow == "rounding" else ()
+            new["queue"] = [each for each in choices if each[1] not in out]
+            new["permitted"] = [each[1] for each in new["queue"] if each[0] is not None]
+            new["spent"] += observation.weighed.seconds
+        if not _enough(new["seen"]) or not new["queue"]:
+            missing = new["skip"] + max(FEWEST - len(new["seen"]), 1)
+            reason = f"Steps with {new['name']} are timed."
+            return self._next(new, reason, after=missing, weigh=not new["queue"])
+        now = Spread.of(new["seen"])
+        if new["level"] is None:
+            new["dense"] = now.median
+        new["base"] = [new["level"], new["name"], list(now)]
+        predicted = [[level, name, now.median + more] for level, name, more in new["queue"]]
+        new["queue"] = sorted(
+            (
+                each
+                for each in predicted
+                if each[0] != new["level"] and each[2] <= _share(each[0]) * now.median
+            ),
+            key=lambda each: float(each[2]),
+        )
+        new["tried"] = []
+        return self._try(new)
+
+    def _try(self, new: State) -> tuple[Decision, State]:
+        """Try the next choice, if it may be the fastest; else decide."""
+        best = min((each[2][1] for each in new["tried"]), default=new["base"][2][1] / EQUAL)
+        if len(new["tried"]) == TRIALS or not new["queue"] or new["queue"][0][2] > best:
+            return self._settle(new)
+        (level, name, predicted), *new["queue"] = new["queue"]
+        new |= {"phase": "try", "level": level, "name": name, "seen": [], "skip": SETTLING}
+        reason = (
+            f"{name} is tried, since a step is predicted to take {predicted:.3g} s in place of "
+            f"{new['base'][2][1]:.3g} s."
+        )
+        return self._next(new, reason, after=SETTLING + FEWEST)
+
+    def _judge(self, new: State) -> tuple[Decision, State]:
+        """Go on with a trial until its steps say enough."""
+        if not _enough(new["seen"]):
+            missing = new["skip"] + max(FEWEST - len(new["seen"]), 1)
+            return self._next(new, f"{new['name']} is tried further.", after=missing)
+        trial = [new["level"], new["name"], list(Spread.of(new["seen"]))]
+        new["tried"] = [*new["tried"], trial]
+        if new["level"] is None:
+            new["dense"] = trial[2][1]
+        return self._try(new)
+
+    def _settle(self, new: State) -> tuple[Decision, State]:
+        """Take the fastest choice that was measured, and say so."""
+        level, name, before = new["base"]
+        base = Spread(*before)
+        faster = [each for each in new["tried"] if Spread(*each[2]).beats(base, _share(each[0]))]
+        noisy = [
+            each
+            for each in new["tried"]
+            if each not in faster and each[2][1] <= _share(each[0]) * base.median
+        ]
+        took = base.median
+        if faster:
+            fastest = min(each[2][1] for each in faster)
+            near = [each for each in faster if EQUAL * each[2][1] <= fastest]
+            level, name, spread = max(
+                near, key=lambda each: math.inf if each[0] is None else each[0]
+            )
+            took = spread[1]
+            why = f"a step takes {took:.3g} s in place of {base.median:.3g} s with {new['base'][1]}"
+        elif noisy:
+            why = (
+                f"steps differ too much to tell whether {noisy[0][1]} is faster: "
+                f"{base.low:.3g} to {base.high:.3g} s, and {noisy[0][2][0]:.3g} to "
+                f"{noisy[0][2][2]:.3g} s"
+            )
+        elif new["tried"]:
+            measured = ", ".join(f"{each[1]} {each[2][1]:.3g} s" for each in new["tried"])
+            why = f"no choice was faster than {took:.3g} s a step: {measured}"
+        else:
+            why = f"no choice is predicted to be 5 % faster than {took:.3g} s a step"
+        changed = level != new["level"]
+        says = f"auto: {name}, since {why}."
+        new |= {
+            "phase": "watch",
+            "level": level,
+            "name": name,
+            "skip": SETTLING if changed else 0,
+            "seen": [],
+            "queue": [],
+            "reference": [],
+            "outside": 0,
+        }
+        return self._next(new, says, says=says)
+
+    def _watch(
+        self, observation: Observation, new: State, fresh: list[float]
+    ) -> tuple[Decision, State]:
+        """Compare a window with the first one."""
+        if len(new["seen"]) < FEWEST - 1:
+            return self._next(new, f"{new['name']} goes on.", after=self.every)
+        now, new["seen"] = [statistics.median(new["seen"]), rate_of(observation)], []
+        if not new["reference"]:
+            new["reference"] = now
+            return self._next(new, f"{new['name']} goes on.")
+        outside = any(map(_outside, now, new["reference"]))
+        new["outside"] = new["outside"] + 1 if outside else 0
+        if new["outside"] >= WINDOWS and new["spent"] <= BUDGET * new["seconds"]:
+            new |= {"phase": "look", "seen": fresh, "queue": []}
+            what = (
+                f"A step takes {now[0]:.3g} s and was {new['reference'][0]:.3g} s; the link has "
+                f"{now[1]:.3g} Gbit/s and had {new['reference'][1]:.3g}."
+            )
+            return self._next(new, f"{what} The choices are weighed again.", after=1, weigh=True)
+        return self._next(
+            new,
+            f"{new['name']} goes on.",
+            after=FEWEST - 1 if outside and new["outside"] < WINDOWS else 0,
+        )
+
+    def _next(
+        self, new: State, reason: str, *, after: int = 0, weigh: bool = False, says: str = ""
+    ) -> tuple[Decision, State]:
+        figures = {"choice": _place(new["level"]), "looking_seconds": new["spent"]}
+        return (
+            Decision(
+                new["level"],
+                reason=reason,
+                figures={name: float(value) for name, value in figures.items()},
+                after=after or self.every,
+                weigh=weigh,
+                says=says,
+            ),
+            new,
+        )
+
+
+def _enough(seconds: Sequence[float]) -> bool:
+    """Whether steps are so many, or so much alike, that more of them would say no more."""
+    if len(seconds) < FEWEST:
+        return False
+    low, _, high = Spread.of(seconds)
+    return len(seconds) >= MOST or high <= ALIKE * low
+
+
+def _share(level: Level) -> float:
+    """Return the share of the present time that a choice may take: uncompressed steps, all."""
+    return 1.0 if level is None else GAIN
+
+
+def _place(level: Level) -> float:
+    """Return a choice's place in the order of bytes, from 1; uncompressed is 0."""
+    return 0.0 if level is None else float(level)
+
+
+def _outside(now: float, reference: float) -> bool:
+    """Whether a figure has left its band; one that was not measured has not."""
+    return reference > 0 and now > 0 and not 1 / BAND <= now / reference <= BAND

@@ -1,0 +1,132 @@
+"""Weighing: predict the seconds of a step with each choice of a menu, from exchanges between steps.
+
+Each choice exchanges a part of the gradient a few times, with an engine of its own and over the real
+link, and nothing of the run changes but the bytes that are counted. The timeline of a step then has
+these seconds for each bucket, in proportion to its elements.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_gc.compressors.wrappers.menu import Menu
+from lightning_gc.controllers.base import Choice, Level, Weighed
+from lightning_gc.exchange.peers import Peers
+from lightning_gc.exchange.timeline import BucketWork, Module, timeline
+from lightning_gc.exchange.workers import Workers
+from lightning_gc.kernels import dispatch
+from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, DECODE, seconds_between
+
+SAMPLE = 1 << 20
+"""Elements from which on a part of the gradient is large enough; it has whole tensors."""
+UNCOMPRESSED = "uncompressed"
+"""Name of the choice None."""
+
+
+def weigh(workers: Workers, peers: Peers) -> Weighed:
+    """Return what steps with each choice of the menu would take, more than with the present one.
+
+    Args:
+        workers: of this process, whose compressor is a menu.
+        peers: the other workers, which call this too.
+
+    Communication pattern:
+        Three exchanges per choice; on CUDA five, as the third is recorded.
+    """
+    menu, device = workers.configuration.compressor, peers.device
+    assert isinstance(menu, Menu)
+    shapes, part = _part(workers)
+    levels: list[tuple[Level, str]] = [*((i, name) for i, name in enumerate(menu.names, 1))]
+    levels.append((None, UNCOMPRESSED))
+    sizes = [sum(_numel(workers.shapes[name]) for name in names) for names in workers.layout]
+    shares = [size / max(part.numel(), 1) for size in sizes]
+    ready = [seconds_between(workers.ready[0], at) for at in workers.ready or ()]  # type: ignore[index]
+    if len(ready) != len(shares):  # simulated workers exchange after all passes
+        ready = [0.0] * len(shares)
+    contention = _contention(device, workers.first.workers)
+    exchange = partial(_exchanged, workers, peers, shapes, part)
+    for level, _ in levels:
+        exchange(level, 1)  # allocates, and begins to compile what the host runs
+    dispatch.host.wait()
+    began, steps = time.perf_counter(), {}
+    for level, _ in levels:
+        spent = exchange(level, 2 if device.type == "cpu" else 4)
+        works = [_work(spent, at, share) for at, share in zip(ready, shares, strict=True)]
+        steps[level] = timeline(Module(0.0, max(ready), 0.0), works, contention).seconds
+    requested = workers.first.levels.requested()
+    now = menu.level if requested is None else requested[0]
+    choices = tuple(Choice(level, name, steps[level] - steps[now]) for level, name in levels)
+    return Weighed(time.perf_counter() - began, choices)
+
+
+def _part(workers: Workers) -> tuple[dict[str, tuple[int, ...]], Tensor]:
+    """Return shapes and a copy of the gradients, flat, of tensors of the largest bucket."""
+    shapes, params = workers.shapes, {name: p for p, name in workers.names.items()}
+    largest = max(workers.layout, key=lambda names: sum(_numel(shapes[name]) for name in names))
+    taken: dict[str, tuple[int, ...]] = {}
+    pieces: list[Tensor] = []
+    for name in largest:
+        if sum(map(_numel, taken.values())) >= SAMPLE:
+            break
+        taken[name] = shapes[name]
+        pieces.append(_gradient(workers, params[name]))
+    return taken, torch.cat(pieces)
+
+
+def _gradient(workers: Workers, param: Tensor) -> Tensor:
+    """Return a copy of a parameter's last gradient, or random numbers of its shape."""
+    local = workers.local(param).detach()
+    grad = None if param.grad is None else workers.local(param.grad)
+    if grad is None or grad.shape != local.shape or not bool(grad.isfinite().all()):
+        grad = torch.randn_like(local, memory_format=torch.contiguous_format)
+    return grad.detach().reshape(-1).clone()
+
+
+def _exchanged(
+    workers: Workers,
+    peers: Peers,
+    shapes: Mapping[str, tuple[int, ...]],
+    part: Tensor,
+    level: Level,
+    times: int,
+) -> Mapping[str, float]:
+    """Return the seconds by phase of the quickest of a few exchanges."""
+    assert peers.timed is not None
+    engines = [workers.make_engine(each.worker, each.workers) for each in workers.accounts]
+    found = []
+    for engine in engines:
+        engine.levels.set(level)
+    for _ in range(times):
+        flows = [workers.flow(engine, part.clone(), shapes) for engine in engines]
+        found.append(peers.timed(flows))
+        for engine in engines:
+            engine.advance()
+    for engine in engines:
+        engine.end_fit()
+    return min(found, key=lambda phases: sum(phases.values()))
+
+
+def _work(spent: Mapping[str, float], ready: float, share: float) -> BucketWork:
+    computing = spent.get(COMPRESS, 0.0) * share, spent.get(DECODE, 0.0) * share
+    return BucketWork(ready, computing, (spent.get(COMMUNICATE, 0.0) * share,))
+
+
+def _contention(device: torch.device, workers: int) -> float:
+    """Return what the backward pass loses for a second of compression: all, without a spare core.
+
+    A GPU's streams share it too, but by how much is not known here, so nothing is assumed.
+    """
+    if device.type != "cpu":
+        return 0.0
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
+    return 1.0 if (os.cpu_count() or 1) < 2 * here else 0.0
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,103 @@
+"""Automatic: the menus from which ``Auto`` chooses, by what the user permits in one word."""
+
+from __future__ import annotations
+
+from lightning_gc.compressors import (
+    QSGD,
+    BinMeans,
+    Cast,
+    ChunkedTopK,
+    Compressor,
+    PowerSGD,
+    Quantised,
+    TopK,
+)
+from lightning_gc.compressors.wrappers.menu import Menu
+from lightning_gc.controllers import Auto, Controller
+from lightning_gc.exchange.validation import make_controller
+from lightning_gc.memories import ErrorFeedback, Memory, NoMemory
+
+AUTO = "auto"
+"""As the compressor: the menu that the controller ``Auto`` permits."""
+IN_FSDP = (
+    "FSDP2 exchanges within its own passes, where nothing can be weighed; name a method, such as "
+    "'qsgd', or use HSDP, whose exchange between replicas can be chosen"
+)
+WITH_LOCAL_STEPS = (
+    "local steps save time by H, the steps from one exchange to the next; name a method, such as "
+    "'cast', and choose H"
+)
+"""Reasons of ``refuse_auto``."""
+_ROUNDING: dict[str, Compressor] = {
+    "Cast()": Cast(),
+    "QSGD(8)": QSGD(8),
+    "QSGD(6)": QSGD(6),
+    "QSGD(4)": QSGD(4),
+}
+_FEEDBACK: dict[str, Compressor] = {
+    **_ROUNDING,
+    "PowerSGD(2)": PowerSGD(2),
+    "TopK(0.01)": TopK(0.01),
+    "ChunkedTopK and BinMeans": Quantised(ChunkedTopK(), BinMeans(2)),
+}
+_MENUS: dict[str, tuple[Menu, Memory]] = {
+    "rounding": (Menu(_ROUNDING), NoMemory()),
+    "feedback": (Menu(_FEEDBACK), ErrorFeedback()),
+}
+"""Word -> menu and default memory. Without errors uncompressed steps are plain DDP's."""
+
+
+def permitted(
+    owner: str,
+    compressor: Compressor | str,
+    memory: Memory | str | None,
+    controller: Controller | str | None,
+) -> tuple[Compressor | str, Memory | str | None, Controller | str | None]:
+    """Return compressor, memory and controller, with those that ``"auto"`` stands for.
+
+    Args:
+        owner: the class or function with these arguments, for error messages.
+        compressor: as given; ``"auto"`` becomes a menu.
+        memory: as given; None becomes the menu's, where it is one of ours.
+        controller: as given; None becomes ``Auto()`` for ``"auto"``.
+
+    Raises:
+        ValueError: ``"auto"`` with another controller than ``Auto``; an ``Auto`` that permits
+            something else than the compressor that is given.
+    """
+    if controller is not None:
+        controller = make_controller(controller, owner)
+    if compressor != AUTO:
+        if isinstance(controller, Auto) and controller.allow != "rounding":
+            raise ValueError(
+                f"{owner}(compressor={compressor!r}, controller={controller!r}): the compressor is "
+                f'what is permitted; give compressor="auto", or leave allow out.'
+            )
+        return compressor, memory, controller
+    controller = controller or Auto()
+    if not isinstance(controller, Auto):
+        raise ValueError(
+            f'{owner}(compressor="auto", controller={controller!r}): the controller of "auto" is '
+            f"Auto, such as controller=Auto(allow='feedback'); leave it out, or give a compressor."
+        )
+    if isinstance(controller.allow, Menu):
+        return controller.allow, memory, controller
+    if controller.allow not in _MENUS:
+        raise ValueError(
+            f"Auto(allow={controller.allow!r}): give 'rounding', 'feedback', or a Menu of your own."
+        )
+    menu, usual = _MENUS[controller.allow]
+    return menu, usual if memory is None else memory, controller
+
+
+def refuse_auto(owner: str, compressor: object, controller: object, why: str) -> None:
+    """Raise ValueError for ``"auto"``, or ``Auto``, where nothing can be chosen.
+
+    Args:
+        owner: the class or function with these arguments.
+        compressor: as given.
+        controller: as given.
+        why: the reason, and what to take.
+    """
+    if compressor == AUTO or isinstance(controller, Auto) or controller == AUTO:
+        raise ValueError(f'{owner}: "auto" cannot choose here, since {why}.')
