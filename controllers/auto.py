@@ -32,7 +32,8 @@ BUDGET = 0.01
 """Share of the time so far that looking may have cost before it looks again."""
 _COARSE = ("QSGD(4)",)
 _REFUSING = ("Muon", "SOAP")
-"""Optimizers under which ``_COARSE`` methods cost quality at unchanged hyper-parameters."""
+"""Optimizers under which ``_COARSE`` methods cost quality at unchanged hyper-parameters. They are
+not tried either where no optimizer is known."""
 
 
 class Spread(NamedTuple):
@@ -141,7 +142,8 @@ class Auto(Controller):
             "outside": 0,  # windows in a row
             "spent": 0.0,  # seconds that looking has cost
             "seconds": 0.0,  # of all steps
-            "dense": 0.0,  # seconds of an uncompressed step
+            "took": 0.0,  # median seconds of a step in the last window
+            "dense": 0.0,  # of an uncompressed one
             "dense_bytes": 0.0,
             "bytes": 0.0,
             "permitted": [],
@@ -166,18 +168,35 @@ class Auto(Controller):
             return self._watch(observation, new, fresh)
         return self._look(observation, new)
 
+    def ending(self, state: State) -> str:
+        if state["phase"] != "watch":
+            return (
+                "auto: training ended before a method was chosen, so gradients were uncompressed."
+            )
+        name, took, dense = state["name"], state["took"], state["dense"]
+        said = f"auto: {name} at the end, {took:.3g} s per step"
+        if state["level"] is not None:
+            said += (
+                f" in place of {dense:.3g} s uncompressed, and {state['bytes'] / 1e6:.3g} MB in "
+                f"place of {state['dense_bytes'] / 1e6:.3g}"
+            )
+        others = ", ".join(each for each in state["permitted"] if each != name)
+        left = f" Permitted and not needed: {others}." if others else ""
+        return f"{said}.{left} Looking cost {state['spent']:.3g} s of {state['seconds']:.3g} s."
+
     def _look(self, observation: Observation, new: State) -> tuple[Decision, State]:
         """Measure steps with the present choice, then line up what may be faster."""
         if observation.weighed is not None:
             choices = [list(each) for each in observation.weighed.choices]
-            coarse = any(name in _REFUSING for name in observation.optimizers)
-            out = _COARSE if coarse and self.allow == "rounding" else ()
+            known = observation.optimizers
+            fine = bool(known) and not any(name in _REFUSING for name in known)
+            out = _COARSE if self.allow == "rounding" and not fine else ()
             new["queue"] = [each for each in choices if each[1] not in out]
             new["permitted"] = [each[1] for each in new["queue"] if each[0] is not None]
             new["spent"] += observation.weighed.seconds
         if not _enough(new["seen"]) or not new["queue"]:
-            missing = new["skip"] + max(FEWEST - len(new["seen"]), 1)
-            reason = f"Steps with {new['name']} are timed."
+            missing = _missing(new)
+            reason = f"Steps are timed ({new['name']})."
             return self._next(new, reason, after=missing, weigh=not new["queue"])
         now = Spread.of(new["seen"])
         if new["level"] is None:
@@ -197,8 +216,9 @@ class Auto(Controller):
 
     def _try(self, new: State) -> tuple[Decision, State]:
         """Try the next choice, if it may be the fastest; else decide."""
-        best = min((each[2][1] for each in new["tried"]), default=new["base"][2][1] / EQUAL)
-        if len(new["tried"]) == TRIALS or not new["queue"] or new["queue"][0][2] > best:
+        best = min((each[2][1] for each in new["tried"]), default=new["base"][2][1])
+        hopeless = bool(new["queue"]) and EQUAL * new["queue"][0][2] > best
+        if len(new["tried"]) == TRIALS or not new["queue"] or hopeless:
             return self._settle(new)
         (level, name, predicted), *new["queue"] = new["queue"]
         new |= {"phase": "try", "level": level, "name": name, "seen": [], "skip": SETTLING}
@@ -211,8 +231,7 @@ class Auto(Controller):
     def _judge(self, new: State) -> tuple[Decision, State]:
         """Go on with a trial until its steps say enough."""
         if not _enough(new["seen"]):
-            missing = new["skip"] + max(FEWEST - len(new["seen"]), 1)
-            return self._next(new, f"{new['name']} is tried further.", after=missing)
+            return self._next(new, f"{new['name']} is tried further.", after=_missing(new))
         trial = [new["level"], new["name"], list(Spread.of(new["seen"]))]
         new["tried"] = [*new["tried"], trial]
         if new["level"] is None:
@@ -237,7 +256,7 @@ class Auto(Controller):
                 near, key=lambda each: math.inf if each[0] is None else each[0]
             )
             took = spread[1]
-            why = f"a step takes {took:.3g} s in place of {base.median:.3g} s with {new['base'][1]}"
+            why = f"a step takes {took:.3g} s in place of {base.median:.3g} s ({new['base'][1]})"
         elif noisy:
             why = (
                 f"steps differ too much to tell whether {noisy[0][1]} is faster: "
@@ -255,6 +274,7 @@ class Auto(Controller):
             "phase": "watch",
             "level": level,
             "name": name,
+            "took": took,
             "skip": SETTLING if changed else 0,
             "seen": [],
             "queue": [],
@@ -269,7 +289,8 @@ class Auto(Controller):
         """Compare a window with the first one."""
         if len(new["seen"]) < FEWEST - 1:
             return self._next(new, f"{new['name']} goes on.", after=self.every)
-        now, new["seen"] = [statistics.median(new["seen"]), rate_of(observation)], []
+        new["took"] = statistics.median(new["seen"])
+        now, new["seen"] = [new["took"], rate_of(observation)], []
         if not new["reference"]:
             new["reference"] = now
             return self._next(new, f"{new['name']} goes on.")
@@ -311,6 +332,12 @@ def _enough(seconds: Sequence[float]) -> bool:
         return False
     low, _, high = Spread.of(seconds)
     return len(seconds) >= MOST or high <= ALIKE * low
+
+
+def _missing(state: State) -> int:
+    """Return the number of steps until it may be enough."""
+    few: int = FEWEST - len(state["seen"])
+    return int(state["skip"]) + (few if few > 0 else FEWEST)
 
 
 def _share(level: Level) -> float:

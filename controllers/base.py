@@ -367,6 +367,10 @@ class Controller(Settings, abc.ABC):
         """
         return self, 0
 
+    def ending(self, state: State) -> str:
+        """Return one line that worker 0 logs at the end of a fit; empty, the default, for none."""
+        return ""
+
     def known_levels(self) -> tuple[Level, ...]:
         """Return the levels that it will set, if they are known before the first step.
 

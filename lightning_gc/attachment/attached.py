@@ -26,6 +26,7 @@ from lightning_gc.checkpoint import memory_store
 from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller
+from lightning_gc.core.notices import say
 from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
@@ -586,6 +587,10 @@ class Attached:
         """
         if self in self._open:
             self._open.discard(self)
+            control = self.control
+            ending = "" if control is None else control.controller.ending(control.state)
+            if ending and not failed and self._peers.decides:
+                say("%s", ending)
             for hook in self._watching:
                 hook.remove()
             self._detach()

@@ -1,8 +1,8 @@
 """Weighing: predict the seconds of a step with each choice of a menu, from exchanges between steps.
 
-Each choice exchanges a part of the gradient a few times, with an engine of its own and over the real
-link, and nothing of the run changes but the bytes that are counted. The timeline of a step then has
-these seconds for each bucket, in proportion to its elements.
+Each choice exchanges a part of the gradient a few times, with an engine of its own and over the
+real link. Nothing of the run changes but the bytes that are counted. The timeline of a step then
+has these seconds for each bucket, in proportion to its elements.
 """
 
 from __future__ import annotations

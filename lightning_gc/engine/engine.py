@@ -32,7 +32,7 @@ from lightning_gc.engine.error_buffers import (
     NarrowBuffers,
     to_host,
 )
-from lightning_gc.engine.guard import BucketExchange, Guard
+from lightning_gc.engine.guard import BucketExchange, Guard, Onlooker
 from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.recorded_exchange import (
     RecordedExchange,
@@ -409,19 +409,32 @@ class BucketRound:
         engine, grad = self._engine, bucket.grad
         bucket.tally.grad_elements += bucket.numel
         bucket.tally.grad_bytes += bucket.numel * grad.element_size()
-        guard, layouts = None, engine.buffers.layouts
-        if bucket.numel and not (engine.levels.exact and not engine.memory.buffers):
+        guard: Guard | None = None
+        layouts = engine.buffers.layouts
+        if bucket.numel and engine.levels.sends_whole and self._rests(bucket):
+            guard = Onlooker(bucket, layouts, scatters=engine.scatters)
+        elif bucket.numel and not (engine.levels.exact and not engine.memory.buffers):
             guard = Guard(bucket, layouts, engine.memory.unused, scatters=engine.scatters)
         if engine.loss_scaling.scale is not None:
             grad.div_(engine.loss_scaling.scale)
         return guard
+
+    def _rests(self, bucket: Bucket) -> bool:
+        """Whether the memory has nothing to do with a gradient that is sent whole: no error."""
+        memory, named = self._engine.memory, self._engine.buffers.named
+        # Workers that have errors send them in float32, and all must send alike.
+        wide = bucket.grad.dtype.itemsize >= 4
+        if not (wide and memory.buffers and memory.rests):
+            return False
+        return not any(name in named for name in bucket.names)
 
     def _see_gradient(self, bucket: Bucket) -> None:
         """Let statistics see the gradient, and keep what a skipped step gives back."""
         engine = self._engine
         if engine.statistics.epoch is not None:
             engine.statistics.epoch.see_gradient(bucket)
-        if engine.memory.buffers and engine.loss_scaling.revocable:
+        rests = engine.levels.sends_whole and self._rests(bucket)
+        if engine.memory.buffers and engine.loss_scaling.revocable and not rests:
             engine.loss_scaling.back_up(engine.buffers.live(bucket))
 
     def _exchange(self, bucket: Bucket, exchange: BucketExchange, guard: Guard | None) -> Flow:
@@ -431,6 +444,9 @@ class BucketRound:
             self._engine.buffers,
             self._engine.learning_rates,
         )
+        if isinstance(guard, Onlooker):
+            yield from exchange(bucket.grad)
+            return
         state = buffers.flat(bucket) if memory.buffers else {}
         resting = rates.back_up(bucket, buffers) if memory.lr_aware else []
         if guard is not None and len(state) > 1:  # a single one is the error, which is set aside
@@ -447,6 +463,11 @@ class BucketRound:
             live.copy_(copy)
         if state:
             buffers.keep(bucket, state)
+        if self._engine.levels.sends_whole and memory.rests:
+            on_host = bucket.grad.device.type == "cpu"  # a device would have to be waited for
+            revocable = self._engine.loss_scaling.revocable  # errors may have to come back
+            if on_host and not revocable and not any(bool(e.any()) for e in state.values()):
+                buffers.forget(bucket)
 
     def _clear_padding(self, bucket: Bucket, state: Mapping[str, Tensor]) -> None:
         padding = self._engine.padding

@@ -57,6 +57,10 @@ class Buffers(abc.ABC):
     def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace the contents by copies of ``named``; leave out buffers of other names."""
 
+    @abc.abstractmethod
+    def forget(self, bucket: Bucket) -> None:
+        """Drop the contents of a bucket's parameters."""
+
 
 class ErrorBuffers(Buffers):
     """Keeps one flat tensor per bucket and buffer, float32 or wider, with named views."""
@@ -87,6 +91,12 @@ class ErrorBuffers(Buffers):
             name: {b: _wide(t.detach().clone()) for b, t in tensors.items() if b in self.buffers}
             for name, tensors in named.items()
         }
+
+    def forget(self, bucket: Bucket) -> None:
+        """Drop the contents of a bucket's parameters."""
+        self._flat.pop(bucket.names, None)
+        for name in bucket.names:
+            self.named.pop(name, None)
 
     def _lay_out(self, bucket: Bucket) -> None:
         layout = {buffer: _wide(torch.zeros_like(bucket.grad)) for buffer in self.buffers}
@@ -220,6 +230,12 @@ class NarrowBuffers(Buffers):
         }
         self._parts.clear()
         self._parts |= parts
+
+    def forget(self, bucket: Bucket) -> None:
+        """Drop the contents of a bucket's parameters."""
+        self._flat.pop(bucket.names, None)
+        for name in bucket.names:
+            self._parts.pop(name, None)
 
     def _part(self, tensor: Tensor) -> _Part:
         """Store a parameter's numbers; exactly, if they have been restored before."""

@@ -155,6 +155,21 @@ class Guard:
         return [payload[:-1] for payload in reply]
 
 
+class Onlooker(Guard):
+    """Guards a bucket whose worker has no errors and sends its gradient as it is.
+
+    It need not look at the gradient: what is not finite, is not finite in the mean. It hears the
+    flags of workers that have errors, which expect one of this worker.
+    """
+
+    def __init__(self, bucket: Bucket, layouts: Layouts, *, scatters: bool = False) -> None:
+        self._bucket, self._scatters, self._unused = bucket, scatters, "send"
+        self._segments = layouts.of(bucket)
+        self._on_host = bucket.grad.device.type == "cpu"
+        self._flags, self._held, self._error = [], [], None
+        self.flag = torch.zeros(1, dtype=torch.float32, device=bucket.grad.device)
+
+
 @dataclass
 class BucketExchange:
     """Implements ``GradientExchange`` for one bucket in one round."""

@@ -35,6 +35,7 @@ class Levels:
         on_menu: the level is the choice of a compressor.
         traits: the compressor's, which levels do not change.
         uncompressed: all parameters are sent dense; the compressor is not run.
+        sends_whole: they are, in a menu: what is exchanged is the gradient, as plain DDP would.
         changed: levels have been set.
     """
 
@@ -93,9 +94,10 @@ class Levels:
 
     def _follow(self) -> None:
         """Let a menu's scheme follow the choice."""
+        self.sends_whole = self.uncompressed and self.on_menu
         if not self.on_menu:
             return
-        if self.uncompressed:
+        if self.sends_whole:
             dense = Identity()
             self.scheme, self.exact = self._scheme or default_scheme(dense), dense.traits.exact
             return

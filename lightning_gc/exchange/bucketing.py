@@ -71,9 +71,9 @@ def cap_on_cuda(nbytes: Sequence[int], host: float) -> int | None:
     The size with the shortest predicted step is chosen, if it gains ``WORTH``.
 
     The step is the one of ``exchange.timeline`` under these assumptions: the forward pass takes
-    half as long as the backward pass. Gradients become ready in proportion to their bytes. The host's
-    work delays the backward pass by its own seconds. The network is unknown, so the seconds for
-    each of ``PACES`` are added. No GPU has measured the result.
+    half as long as the backward pass. Gradients become ready in proportion to their bytes. The
+    host's work delays the backward pass by its own seconds. The network is unknown, so the seconds
+    for each of ``PACES`` are added. No GPU has measured the result.
 
     Args:
         nbytes: of each gradient, in order of readiness.

@@ -184,7 +184,8 @@ class Synchronizer:
         self._background.check()
         account = Recording(self._recording.inner)
         account.timing = True
-        self._background.submit(flow, torch.empty(0), transport=account).wait()
+        nothing = torch.empty(0, device="cpu")
+        self._background.submit(flow, nothing, transport=account).wait()
         self._background.check()
         return account.take().seconds
 

@@ -86,6 +86,8 @@ class Memory(Settings, abc.ABC):
         stored: how buffers are kept between steps; None: in float32 or wider. Not for ``lr_aware``
             or ``common`` buffers.
         reads_weights: ``flow`` reads ``bucket.weights``.
+        rests: without an error, ``flow`` exchanges the gradient itself, so nothing is kept while
+            gradients are sent whole.
         lookahead: share of its error by which a worker moves its weights during its forward and
             backward pass.
     """
@@ -108,6 +110,10 @@ class Memory(Settings, abc.ABC):
 
     @property
     def reads_weights(self) -> bool:
+        return False
+
+    @property
+    def rests(self) -> bool:
         return False
 
     @property

@@ -64,6 +64,10 @@ class ErrorFeedback(Memory):
     def conserves(self) -> bool:
         return self.decay == 1 and self.gain == 1 and not self.lr_aware
 
+    @property
+    def rests(self) -> bool:
+        return self.gain == 1 and not self.lr_aware
+
     def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         yield from exchange.feedback(state["error"], self.decay, self.gain)
 

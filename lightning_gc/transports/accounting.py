@@ -327,7 +327,9 @@ class Stopwatch:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + start.elapsed_time(stop) / 1e3
 
     def _now(self) -> Mark | None:
-        return mark(self.device) if self.timing or self.device.type != "cuda" else None
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        return mark(self.device) if self.timing else None
 
 
 def _timing_event() -> torch.cuda.Event:

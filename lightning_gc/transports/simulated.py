@@ -225,8 +225,10 @@ class Ledger:
     def timed(self, flows: Sequence[Flow]) -> dict[str, float]:
         """Run one flow per worker; return phase -> seconds of worker 0, which no step has."""
         apart = Ledger(self.transport.workers, self.network, self.transport.per_node)
+        apart.transport, apart._sent = self.transport, self._sent  # which counts the bytes
         apart.step, apart.phases.timing = self.step, True
         apart.run(flows, self.phases.device)
+        self._sent = apart._sent
         return apart.seconds() | ({COMMUNICATE: apart.communicated} if self.network else {})
 
     def seconds(self) -> dict[str, float]:

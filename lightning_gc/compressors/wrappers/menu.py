@@ -126,6 +126,10 @@ class Menu(Compressor):
         """Names of the compressors, in ascending order of bytes."""
         return tuple(self.compressors)
 
+    def __str__(self) -> str:
+        """Return the names, for tables and the log; what they stand for is in the repr."""
+        return f"Menu({', '.join(self.names)})"
+
     @property
     def _name(self) -> str:
         assert self.choice is not None

@@ -336,12 +336,14 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         if control is None or control.decision is self._decision:
             return
         self._decision = control.decision
-        said = control.decision.figures
-        figures = {PREFIX + name: value for name, value in said.items() if math.isfinite(value)}
+        found = control.decision.figures
+        figures = {PREFIX + name: value for name, value in found.items() if math.isfinite(value)}
         if figures:
             self._write(trainer, figures, self._index)
-        if trainer.is_global_zero and control.ended:  # 80 tables per run would be unreadable
-            _log.info("Epoch %d: %s", trainer.current_epoch, control.decision.reason)
+        said = control.decision.says
+        if trainer.is_global_zero and (control.ended or said):  # 80 tables would be unreadable
+            if not said:  # else worker 0 has said it
+                _log.info("Epoch %d: %s", trainer.current_epoch, control.decision.reason)
             levels, weights = trainer.strategy.levels(), trainer.strategy.weight_levels()
             levels |= {f"{name}, gathered": level for name, level in weights.items()}
             self._dashboard.decide(control.decision, levels, self._index)

@@ -20,10 +20,12 @@ from lightning_gc.controllers import (
     DQSGD,
     Accordion,
     AdaQS,
+    Auto,
     BandwidthAware,
     BySize,
     BytesBudget,
     Chain,
+    Choice,
     CongestionAIMD,
     Controller,
     Curve,
@@ -42,6 +44,7 @@ from lightning_gc.controllers import (
     Schedule,
     TotalError,
     TotalErrorBudget,
+    Weighed,
 )
 from lightning_gc.lightning.monitor.callback import level_figures
 from lightning_gc.lightning.monitor.totals import Totals
@@ -79,6 +82,8 @@ CONTROLLERS: list[Controller] = [
     GainSearch((0.5, 0.1, 0.01)),
     DQSGD(bits=5, alpha=0.9),
     AdaQS(bits=2, factor=1.5),
+    Auto(),
+    Auto(every=4),
     RoundSchedule((1, 8)),
     RoundSchedule((8, 2), by="progress", levels=Accordion(low=0.5, high=0.1, interval=1)),
 ]
@@ -98,6 +103,14 @@ def curves(draw: st.DrawFn) -> dict[str, Curve]:
     }
 
 
+CHOICES = tuple(Choice(level, name, 0.0) for level, name in ((1, "a"), (2, "b"), (None, "c")))
+WEIGHED = st.none() | st.builds(
+    lambda seconds, more: Weighed(
+        seconds, tuple(c._replace(step_seconds=m) for c, m in zip(CHOICES, more, strict=True))
+    ),
+    NUMBER,
+    st.tuples(*[st.floats(-1, 1)] * 3),
+)
 RECORDS = st.builds(ExchangeRecord, st.integers(0, 6), NUMBER, NUMBER)
 
 
@@ -118,6 +131,8 @@ def observations(draw: st.DrawFn, epoch: int, max_epochs: int | None) -> Observa
         error_norms={"a": draw(NUMBER)},
         total_error=draw(NUMBER),
         steps=draw(st.integers(0, 100)),
+        each_step=tuple(draw(st.lists(NUMBER, max_size=8))),
+        weighed=draw(WEIGHED),
         total_error_update=draw(NUMBER),
         sizes={name: draw(st.integers(1, 10**6)) for name in "ab"},
         resumed=draw(st.booleans()),
