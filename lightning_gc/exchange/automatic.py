@@ -47,6 +47,13 @@ _MENUS: dict[str, tuple[Menu, Memory]] = {
 """Word -> menu and default memory. Without errors uncompressed steps are plain DDP's."""
 
 
+def menu_of(word: str) -> tuple[Menu, Memory]:
+    """Return the menu and the default memory of "rounding" or "feedback"."""
+    if word not in _MENUS:
+        raise ValueError(f"Auto(allow={word!r}): give 'rounding', 'feedback', or a Menu.")
+    return _MENUS[word]
+
+
 def permitted(
     owner: str,
     compressor: Compressor | str,
@@ -82,11 +89,7 @@ def permitted(
         )
     if isinstance(controller.allow, Menu):
         return controller.allow, memory, controller
-    if controller.allow not in _MENUS:
-        raise ValueError(
-            f"Auto(allow={controller.allow!r}): give 'rounding', 'feedback', or a Menu of your own."
-        )
-    menu, usual = _MENUS[controller.allow]
+    menu, usual = menu_of(controller.allow)
     return menu, usual if memory is None else memory, controller
 
 

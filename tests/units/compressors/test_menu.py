@@ -177,7 +177,8 @@ def test_order_names_and_text() -> None:
     assert menu.at(1).choice == menu.at(-3).choice == "qsgd"
     assert menu == Menu({"qsgd": QSGD(4), "cast": Cast(), "dense": Identity()}, "dense")
     assert hash(menu) == hash(copy.deepcopy(menu))
-    assert str(menu) == (
+    assert str(menu) == "Menu(qsgd, cast, dense)"
+    assert repr(menu) == (
         "Menu(compressors={'qsgd': QSGD(4), 'cast': Cast(), 'dense': Identity()}, choice='dense')"
     )
     assert str(by_default(menu)) == str(menu)
