@@ -18,6 +18,7 @@ from .base import Needs as Needs
 from .base import Observation as Observation
 from .base import Point as Point
 from .base import Weighed as Weighed
+from .budget import Budget as Budget
 from .by_size import BySize as BySize
 from .bytes_budget import BytesBudget as BytesBudget
 from .chain import Chain as Chain
@@ -41,6 +42,7 @@ __all__ = [
     "AdaQS",
     "Auto",
     "BandwidthAware",
+    "Budget",
     "BySize",
     "BytesBudget",
     "Chain",

@@ -1,152 +1,136 @@
-"""Find the threshold that spends a budget of elements where they lower the total error most.
-
-Under error feedback an element of the error wanders between −λ and λ until it is sent. Where
-gradients are noise of scale s around a slow mean, a share of ``c·s²/λ²`` of the elements is sent in
-a step (the time that a random walk takes to reach λ; c is about 1), and an element holds about
-``λ²/6`` of squared error for any s. So ::
-
-    minimise Σ γ_t²·λ_t²   subject to   Σ c·s_t²/λ_t² = K   gives   λ_t ∝ √(s_t/γ_t)
-
-and densities proportional to ``s_t·γ_t``: elements are spent while gradients and learning rates are
-large. A constant λ, which the paper's lemma has for errors that are not fed back, and a constant
-density, which Top-k has, are as far from it, on either side.
-
-Where it fails: a large gradient in the first steps is sent at a λ that was right for the small ones
-before it, and may take a third of the budget; the formula is of errors that have reached λ, which
-takes about 1/density steps from the start; and c rises where the mean of gradients is not small
-against their noise.
-"""
+"""Set H of local steps so that exchanges take at most a share of the time (Budget)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
-NOTHING = 1e30
-"""A threshold that no gradient reaches: the highest of ``HardThreshold``'s knob."""
+from .base import Controller, Decision, KnobLike, Needs, Observation, State
 
-_UP = 4.0  # λ grows at most by this factor at a time
-_FREE = 4  # stretches, of a step or two each, after which λ may change by any factor
-_LEAST_RATE = 0.02  # of the highest to come: below it λ does not grow any more
-MARGIN = 0.003
-"""Share of a budget that is not planned with: what is sent in a stretch is known but afterwards."""
-
-_LAST = 1.5  # stretches like the last one: where no more are to come, λ is not lowered
-_TREND = 0.5  # share of the trend of s that is taken to go on
-_FORGET = 1 / 8  # of the past: gradients of the first steps tell little of later ones
-_PRIOR = 20.0  # steps that the belief in c = 1 weighs
+EASE = 0.8
+"""Half of H must keep to this share of the budget, or H stays: else it would go up and down."""
 
 
-class Stretch(NamedTuple):
-    """A part of the run with one threshold.
+@dataclass(frozen=True)
+class Budget(Controller):
+    """Choose H, the optimizer steps of a round, so that exchanges take a share of the time at most.
 
-    Attributes:
-        threshold: λ.
-        density: sent share of the elements.
-        share: of the run.
-        scale: root mean square of the elements of gradients, s.
-        steps: their number.
-    """
+    With ``X`` the seconds of a round's exchange (compression, messages with waiting, decoding) and
+    ``R`` those of the whole round, both means since the last decision, an optimizer step takes
+    ``c = (R − X)/H``. H becomes the least power of two times ``shortest`` with
+    ``X/(H·c + X) ≤ share``. It falls only if half of H takes at most 0.8 of the share, and by a
+    half at a time. A decision is due after ``rounds`` rounds; at first after 1, 2 and 4.
 
-    threshold: float
-    density: float
-    share: float
-    scale: float
-    steps: int
+    With a ``delay`` an exchange overlaps with training. Its seconds count all the same.
 
-
-def next_threshold(
-    past: Sequence[Stretch], left: float, over: float, rates: Sequence[float] = ()
-) -> float:
-    """Return the next threshold λ.
-
-    The density wanted now is the part of what is left that ``s_t·γ_t`` now is of its sum over the
-    rest of the run: with known learning rates, and s that goes on half as it went so far. λ then
-    follows from ``density = c·s²/λ²``.
+    Seconds differ between two runs, and so may H: a run resumes as it was, but is not repeated bit
+    for bit. ``trace`` writes down what was seen and decided; ``replay`` repeats that. A larger H
+    also lets workers drift apart for longer: the final loss may change.
 
     Args:
-        past: all stretches, from the oldest to the newest; one at least.
-        left: sum of density times share that may still be spent.
-        over: finished share of the run, below 1.
-        rates: learning rates in equal parts of the rest of the run; none, or all 0: they are taken
-            as constant.
+        share: in (0, 1). Less exchanges less often.
+        shortest: least H, and the first one; at least the plan's ``fragments``, and above its
+            ``delay``.
+        longest: most H.
+        rounds: between decisions, each of an all-reduce of a few numbers and a broadcast.
+        levels: a controller of levels that decides between epochs; None leaves them as they are. It
+            is told of steps and bytes since the last decision of either.
+        trace: path of a file; empty for none.
+
+    Raises:
+        ValueError: settings out of range. When the strategy is made: one that does not exchange
+            every H steps, and elastic workers, which have no worker 0 that stays.
+
+    Example:
+        >>> from lightning_gc.controllers import Budget, Observation
+        >>> budget = Budget(0.1)
+        >>> slow = {"communicate": 0.9, "compress": 0.05, "decode": 0.05}
+        >>> seen = Observation(0, steps=1, step_seconds=1.1, phase_seconds=slow)
+        >>> budget.decide(seen, budget.init())[0].every
+        128
+
+    When to use:
+        ``LocalStepsStrategy("cast", every=Budget(0.1))``, where the link's rate is not known before
+        the run, or changes.
     """
-    if left <= 0:
-        return NOTHING
-    before, steps = past[-1].threshold, past[-1].steps
-    past = [stretch for stretch in past if 0 < stretch.scale < math.inf]
-    if not past:
-        return before
-    scale, rest = recent_scale(past), 1 - over
-    growth = min(max(_TREND * trend(past), -3 / rest), 1 / rest)
-    rates = rates if any(rates) else [1.0] * 100
-    floor, parts = _LEAST_RATE * max(rates), len(rates)
-    weights = [
-        max(rate, floor) * math.exp(growth * rest * (i + 0.5) / parts)
-        for i, rate in enumerate(rates)
-    ]
-    wanted = left / rest * weights[0] * parts / sum(weights)
-    walk = scale**2 * constant(past, over, left / rest)
-    if len(past) <= _FREE:
-        return min(math.sqrt(walk / wanted), NOTHING)
-    # Lowering λ sends the errors above the new one at once: a part of (1 − λ'/λ)² of the elements,
-    # as a random walk between −λ and λ is spread. So λ falls to where both make what is wanted.
-    # Near the end it is not lowered at all: too few steps are left to send less again.
-    low, high = before if rest < _LAST * past[-1].share else 0.0, before * _UP
-    for _ in range(40):
-        middle = (low + high) / 2
-        sent = walk / middle**2 + max(0.0, 1 - middle / before) ** 2 / steps
-        low, high = (middle, high) if sent > wanted else (low, middle)
-    return min(high, NOTHING)
 
+    share: float = 0.1
+    shortest: int = 1
+    longest: int = 512
+    rounds: int = 4
+    levels: Controller | None = None
+    trace: str = ""
 
-def recent_scale(past: Sequence[Stretch]) -> float:
-    """Return s now: a moving geometric mean over about the last 20 steps.
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError(f"Budget(share={self.share!r}): a share of the time, such as 0.1.")
+        for name in ("shortest", "longest", "rounds"):
+            given = getattr(self, name)
+            if given < 1:
+                raise ValueError(f"Budget({name}={given!r}): give a whole number, 1 or more.")
+        if self.longest < self.shortest:
+            raise ValueError(
+                f"Budget(shortest={self.shortest}, longest={self.longest}): exchange the two."
+            )
+        levels = self.levels
+        if levels is not None and (
+            levels.needs.gradients == "first batch" or levels.turns(0) or levels.every_steps(0)
+        ):
+            raise ValueError(
+                f"Budget(levels={levels!r}): it decides within epochs, as Budget does; give one "
+                f"that decides between them, such as Accordion(low=0.1, high=0.01)."
+            )
 
-    One gradient that is ten times as large does not predict the next ones. In a mean of
-    squares it counts as a hundred steps, and keeps λ high while errors grow.
-    """
-    log, seen = 0.0, 0
-    for stretch in past:
-        seen += stretch.steps
-        weight = max(stretch.steps / seen, 1 - 0.95**stretch.steps)
-        log += (math.log(stretch.scale) - log) * weight
-    return math.exp(log)
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """All H that it may choose, in ascending order."""
+        found = [self.shortest]
+        while 2 * found[-1] <= self.longest:
+            found.append(2 * found[-1])
+        return tuple(found)
 
+    @property
+    def needs(self) -> Needs:
+        own = Needs(seconds=True, rounds=self.steps, trace=self.trace)
+        return own if self.levels is None else own | self.levels.needs
 
-def trend(past: Sequence[Stretch]) -> float:
-    """Return the slope of ``ln s`` over the run, by least squares; 0 of fewer than 4 stretches."""
-    rows, over = [], 0.0
-    finished = sum(stretch.share for stretch in past)
-    for stretch in past:
-        middle, over = over + stretch.share / 2, over + stretch.share
-        if middle >= _FORGET * finished:
-            rows.append((middle, math.log(stretch.scale), stretch.share))
-    if len(rows) < 4:
-        return 0.0
-    whole = sum(share for *_, share in rows)
-    x, y = (sum(row[i] * row[2] for row in rows) / whole for i in (0, 1))
-    spread = sum(share * (at - x) ** 2 for at, _, share in rows)
-    return sum(share * (at - x) * (log - y) for at, log, share in rows) / spread
+    def check(self, knob: KnobLike | None) -> None:
+        if self.levels is not None:
+            self.levels.check(knob)
 
+    def init(self) -> State:
+        return {"every": self.shortest, "levels": {} if self.levels is None else self.levels.init()}
 
-def constant(past: Sequence[Stretch], over: float, density: float) -> float:
-    """Return c of ``density = c·s²/λ²``, measured over the later half of the finished run.
+    def every_steps(self, epoch: int) -> int:
+        return self.rounds
 
-    By ``s²/(s² + λ²)``, which is the same for small s: a step sends an element at most once,
-    however large its gradient is.
+    def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
+        decision, levels = Decision(None, keeps_levels=True), state["levels"]
+        if self.levels is not None and observation.ended:
+            decision, levels = self.levels.decide(observation, levels)
+        every, reason = self._every(observation, state["every"])
+        figures = {**decision.figures, "round_budget_steps": float(every)}
+        reason = f"{decision.reason} {reason}".strip()
+        decision = replace(decision, every=every, reason=reason, figures=figures)
+        return decision, {"every": every, "levels": levels}
 
-    Args:
-        past: all stretches.
-        over: finished share of the run.
-        density: mean density to come; what is known at first weighs 20 steps of it.
-    """
-    window, sent, walked = over / 2, _PRIOR * density, _PRIOR * density
-    for stretch in reversed(past):
-        sent += stretch.density * stretch.steps
-        walked += stretch.steps / (1 + (stretch.threshold / stretch.scale) ** 2)
-        window -= stretch.share
-        if window < 1e-9:  # shares are differences of rounded numbers
-            break
-    return sent / walked
+    def _every(self, observation: Observation, every: int) -> tuple[int, str]:
+        """Return H, and why."""
+        phases = observation.phase_seconds
+        spent = sum(phases.get(phase, 0.0) for phase in ("compress", "communicate", "decode"))
+        whole = observation.step_seconds
+        if not observation.steps or not 0 < spent < float("inf") or not 0 < whole < float("inf"):
+            return every, f"H = {every}, as no seconds of rounds are known yet."
+        each = max(whole - spent, 1e-9) / every
+
+        def share(steps: int) -> float:
+            return spent / (steps * each + spent)
+
+        enough = next((h for h in self.steps if share(h) <= self.share), self.steps[-1])
+        lower = max(every // 2, self.shortest)
+        new = enough
+        if enough < every:
+            new = lower if share(lower) <= EASE * self.share else every
+        return new, (
+            f"H = {new}: an exchange takes {spent:.3g} s and a step {each:.3g} s, so "
+            f"{share(new):.1%} of the time."
+        )

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from .base import Decision, Needs, Observation, State
-from .budget import MARGIN, NOTHING, Stretch, next_threshold
+from .threshold_budget import MARGIN, NOTHING, Stretch, next_threshold
 from .threshold_controller import ThresholdController, sent_whole
 
 _DECISIONS = 80  # per run; fewer find the threshold too late in short runs
@@ -23,11 +23,11 @@ class TotalErrorBudget(ThresholdController):
     The paper proves that one constant λ has the least total error for a budget, of errors that are
     not fed back, and does not say how to find it. With error feedback, where gradients are noise
     around a slow mean, a λ proportional to ``√(s_t/γ_t)`` has less in units of the update, s_t
-    being the scale of gradients and γ_t the learning rate: ``controllers/budget.py`` derives it. So
-    elements are spent
-    while the learning rate is high. λ is found on the way, from the measured scale, the schedule of
-    the rate, and what has been sent so far. The first step sends nothing, to measure the scale; λ
-    changes after 1, 2, 4, … steps, then 80 times per run, and at the ends of epochs.
+    being the scale of gradients and γ_t the learning rate: ``controllers/threshold_budget.py``
+    derives it. So elements are spent while the learning rate is high. λ is found on the way, from
+    the measured scale, the schedule of the rate, and what has been sent so far. The first step
+    sends nothing, to measure the scale; λ changes after 1, 2, 4, … steps, then 80 times per run,
+    and at the ends of epochs.
 
     Logs the total errors so far and the spent share of the budget.
 

@@ -28,7 +28,7 @@ from lightning_gc.checkpoint.worker_state import MODULE, CheckpointParts
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
-from lightning_gc.controllers import Controller
+from lightning_gc.controllers import Budget, Controller
 from lightning_gc.core.settings import CheckedCalls, parted, takes_fields, unknown_argument
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS, refuse_auto
@@ -192,6 +192,11 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         plan = RoundPlan(owner=owner, **fields)
         _refuse_unknown(type(self), unknown)
         refuse_auto(owner, compressor, controller, WITH_LOCAL_STEPS)
+        if isinstance(plan.every, Budget):
+            raise ValueError(
+                f"{owner}(every={plan.every!r}): only the loop can say when a batch begins; give "
+                f"controller={plan.every!r}, and call begin_batch before each batch."
+            )
         configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         parts = configuration.compressor, configuration.memory
         controller = check_controller(controller, *parts, owner)

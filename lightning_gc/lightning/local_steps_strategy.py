@@ -526,6 +526,7 @@ class LocalSteps(LocalHooks, RealWorker):
         refuse_wrapper_arguments(owner, given, wraps=wraps)
         wrapper = (DistributedDataParallel.__init__,) if wraps else ()
         refuse_unknown(type(self), compressor, given, *wrapper)
+        controller = plan.controller(controller)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         self._configure_rounds(plan, state)
         verification(verify, owner)

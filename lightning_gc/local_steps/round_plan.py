@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, Never
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.controllers import Controller
+from lightning_gc.controllers import Budget, Controller
 from lightning_gc.core.settings import Settings
+from lightning_gc.exchange.validation import make_controller
 from lightning_gc.local_steps.inner_moments import InnerMoments
 from lightning_gc.local_steps.outer_step import Outer, OuterSGD, RadialDirectional
 from lightning_gc.local_steps.rendezvous import check_secret, host_and_port, is_host
@@ -198,7 +199,8 @@ class RoundPlan:
     Args:
         every: H, in optimizer steps, at least 1. More sends less, and lets workers drift apart. The
             last round of a fit is shorter. ``GrowingRounds(alpha)``: H grows as the learning rate
-            falls.
+            falls. ``Budget(share)``, of ``lightning_gc.controllers``: H is chosen so that exchanges
+            take at most that share of the time.
         outer: the step of the common weights; the default averages the workers' weights.
             ``RadialDirectional`` averages norms and directions separately.
         delay: steps of overlap, fewer than between two exchanges. 0: workers wait. Else training
@@ -226,7 +228,7 @@ class RoundPlan:
         [8, 16, 24, 32]
     """
 
-    every: int | GrowingRounds = 32
+    every: int | GrowingRounds | Budget = 32
     outer: Outer = OuterSGD()  # noqa: RUF009 - frozen
     delay: int = 0
     merge: Literal["rebase", "mix"] = "rebase"
@@ -258,8 +260,25 @@ class RoundPlan:
 
     @property
     def shortest(self) -> int:
-        """H, or the fewest steps of growing rounds."""
-        return self.every.base if isinstance(self.every, GrowingRounds) else self.every
+        """H, or the fewest steps of growing rounds, or of a budget's."""
+        if isinstance(self.every, GrowingRounds):
+            return self.every.base
+        return self.every.shortest if isinstance(self.every, Budget) else self.every
+
+    def controller(self, given: Controller | str | None) -> Controller | str | None:
+        """Return the controller: as given, or a budget's with the one that is given for levels."""
+        if not isinstance(self.every, Budget):
+            return given
+        if given is None:
+            return self.every
+        levels = make_controller(given, self.owner)
+        if self.every.levels is not None or levels.needs.rounds:
+            self._refuse(
+                "every",
+                f"{levels!r} is a second one that decides; give one of levels, once",
+                f"controller={levels!r}",
+            )
+        return dataclasses.replace(self.every, levels=levels)
 
     def due(self, position: int, length: int) -> list[int]:
         """Return the fragment that is exchanged after ``position`` steps of a round, if any.

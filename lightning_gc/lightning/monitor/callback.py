@@ -8,6 +8,7 @@ import math
 import os
 import statistics
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -34,7 +35,7 @@ from lightning_gc.lightning.monitor.totals import (
     shares,
     summary,
 )
-from lightning_gc.transports.accounting import Recorder
+from lightning_gc.transports.accounting import KEPT, Recorder
 
 _log = logging.getLogger(__name__)
 
@@ -200,6 +201,8 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         self._decision = None if control is None else control.decision
         for sums, engine, recording in zip(self._sums, engines, recordings, strict=True):
             sums.begin(engine, recording, trainer.strategy.parts)
+        if recordings[0].exchanges is None:  # no controller needs them
+            recordings[0].exchanges = deque(maxlen=KEPT)
         self._before = replace(self._sums[0].total)
 
     def on_train_batch_start(
@@ -419,7 +422,8 @@ def line_of(strategy: Any, total: Totals) -> str:
     if engine.tally.local_steps:
         method += f" in {engine.step} exchanges"
     averages = total.averages(engine.workers, network)
-    return summary(method, total, averages, network, engine.workers)
+    requests = tuple(strategy.recordings[0].exchanges or ())
+    return summary(method, total, averages, network, engine.workers, requests)
 
 
 def levels_of(strategy: Any) -> dict[str, float]:

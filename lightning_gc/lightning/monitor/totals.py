@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from lightning_gc.controllers import ExchangeRecord
 from lightning_gc.core import NUMBER, Record
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Parts
@@ -240,6 +241,7 @@ def summary(
     averages: Mapping[str, float],
     network: NetworkModel | None = None,
     workers: int = 1,
+    requests: Sequence[ExchangeRecord] = (),
 ) -> str:
     """Return what compression saved and what it cost, as one line.
 
@@ -249,6 +251,7 @@ def summary(
         averages: ``total.averages()``.
         network: the assumed one of simulated workers. None: messages were timed.
         workers: W of simulated workers, with which a step is compared with plain DDP's.
+        requests: the latest ones of real workers, which show the link's rate.
 
     Example:
         >>> total = Totals(steps=4, wire_bytes=2e6, dense_bytes=8e6)
@@ -257,6 +260,9 @@ def summary(
         'Compression: QSGD(8) sent 2 MB instead of 8 MB per worker, 4.0 times less'
         >>> summary("QSGD(8)", total, seconds | {"step_seconds": 2.0}).split(". ")[1]
         'Compressing took 10% of a step, messages and waiting 25%.'
+        >>> link = [ExchangeRecord(2, 5e5, 0.02)] * 8
+        >>> summary("QSGD(8)", total, seconds, requests=link).split(". ")[1].split(", ")[0]
+        'It cost about 0.14 s per step: uncompressed'
     """
     sent, dense = total.wire_bytes, total.dense_bytes
     if not dense:
@@ -272,9 +278,41 @@ def summary(
             f"worker"
         )
     text = f"{text}, {_times(ratio(dense, sent))}.{_cost(averages, network)}"
+    if network is None and total.dense_bytes:
+        text += _worth(total, averages, requests)
     if network is None or workers == 1 or "compute_seconds" not in averages:
         return text
     return f"{text} A step would be {_speed(total, averages, network, workers)} plain DDP's."
+
+
+_FEWEST, _QUICK = 8, 1e-3
+"""Requests, and seconds of the quickest one, from which they show the rate of the link."""
+
+
+def _worth(total: Totals, averages: Mapping[str, float], requests: Sequence[ExchangeRecord]) -> str:
+    """Return whether compression was worth it, or that this cannot be told.
+
+    It saves ``8·(dense bytes − wire bytes)/B`` seconds of messages, and costs those of compression.
+    B is the rate of the quickest tenth of the larger requests: the others have waited for a worker,
+    as uncompressed ones would. That it may hide behind the backward pass is not counted.
+    """
+    dense, sent = total.dense_bytes / total.steps, total.wire_bytes / total.steps
+    if abs(dense / max(sent, 1) - 1) < 0.005 or "compress_seconds" not in averages:
+        return ""
+    largest = max((each.nbytes for each in requests), default=0.0)
+    large = [each for each in requests if each.seconds > 0 and 2 * each.nbytes >= largest > 0]
+    if len(large) < _FEWEST:
+        return ""
+    rates = sorted(each.nbytes / each.seconds for each in large)
+    rate = rates[-(len(rates) // 10 + 1)]
+    if largest / rate < _QUICK:
+        return " Whether that was worth it cannot be told: messages are too small for the link."
+    saved = (dense - sent) / rate - averages["compress_seconds"] - averages["decode_seconds"]
+    verb = "saved" if saved > 0 else "cost"
+    return (
+        f" It {verb} about {abs(saved):.2g} s per step: uncompressed, messages of "
+        f"{human_bytes(dense)} would have taken about {dense / rate:.2g} s."
+    )
 
 
 def _speed(

@@ -147,6 +147,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self._replay = None if roll is None else Replay(roll, workers)
         number: Any = workers if self._replay is None else len(self._replay.numbers)
         self._configure_workers(compressor, number, network, kwargs)
+        controller = plan.controller(controller)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         self._configure_rounds(plan, state)
         if self._replay is not None:

@@ -22,6 +22,7 @@ from lightning_gc.controllers import (
     AdaQS,
     Auto,
     BandwidthAware,
+    Budget,
     BySize,
     BytesBudget,
     Chain,
@@ -84,6 +85,8 @@ CONTROLLERS: list[Controller] = [
     AdaQS(bits=2, factor=1.5),
     Auto(),
     Auto(every=4),
+    Budget(),
+    Budget(0.5, shortest=3, longest=50, levels=Accordion(low=0.5, high=0.1, interval=1)),
     RoundSchedule((1, 8)),
     RoundSchedule((8, 2), by="progress", levels=Accordion(low=0.5, high=0.1, interval=1)),
 ]

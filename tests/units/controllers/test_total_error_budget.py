@@ -9,7 +9,7 @@ import torch
 
 from lightning_gc import HardThreshold
 from lightning_gc.controllers import Observation, TotalErrorBudget
-from lightning_gc.controllers.budget import NOTHING, Stretch, constant
+from lightning_gc.controllers.threshold_budget import NOTHING, Stretch, constant
 from lightning_gc.testing import Lockstep
 from tests.support.error_feedback import (
     RATES,
