@@ -28,6 +28,8 @@ EQUAL = 0.98
 BAND = 1.3
 """Factor by which seconds or the link's rate must change, for ``WINDOWS`` windows in a row."""
 WINDOWS = 3
+LEAST_WINDOW, LONGEST_WINDOW = 1.0, 1000
+"""Seconds of a window at least, and steps at most: a decision costs about a millisecond."""
 BUDGET = 0.01
 """Share of the time so far that looking may have cost before it looks again."""
 _COARSE = ("QSGD(4)",)
@@ -68,10 +70,10 @@ class Auto(Controller):
        one that was measured. One is kept if the median of its steps is at most 95 %, and its upper
        quartile lies below the other's lower one. Of those within 2 % of the fastest the one that
        sends most is taken. To go back to uncompressed steps, "not slower" is enough.
-    4. *Watch*: medians of windows of ``every`` steps. If three in a row, or the link's rate in
-       them, are 1.3 times as large or small as in the first, it weighs and tries again, unless
-       looking has cost more than 1 % of the time so far. What counts as cost is the weighing, and
-       what steps of trials take longer than those before.
+    4. *Watch*: medians of windows, of ``every`` steps and a second at least. If three in a row, or
+       the link's rate in them, are 1.3 times as large or small as in the first, it weighs and tries
+       again, unless looking has cost more than 1 % of the time so far. What counts as cost is the
+       weighing, and what steps of trials take longer than those before.
 
     Steps on a busy machine differ much, so that quartiles overlap; then nothing is changed, and the
     log says so. Epochs may end at any point of this.
@@ -87,8 +89,8 @@ class Auto(Controller):
             ``"feedback"``: also ``PowerSGD(2)``, ``TopK(0.01)`` and
             ``Quantised(ChunkedTopK(), BinMeans(2))`` with error feedback; they send less, and the
             learning rate wants tuning for the one that is chosen. Or a ``Menu`` of your own.
-        every: steps of a window while it watches. Each costs an all-reduce of a few numbers and a
-            broadcast.
+        every: steps of a window while it watches, at least. Each costs an all-reduce of a few
+            numbers and a broadcast.
         trace: path of a file; empty for none.
 
     Raises:
@@ -288,7 +290,7 @@ class Auto(Controller):
     ) -> tuple[Decision, State]:
         """Compare a window with the first one."""
         if len(new["seen"]) < FEWEST - 1:
-            return self._next(new, f"{new['name']} goes on.", after=self.every)
+            return self._next(new, f"{new['name']} goes on.")
         new["took"] = statistics.median(new["seen"])
         now, new["seen"] = [new["took"], rate_of(observation)], []
         if not new["reference"]:
@@ -309,6 +311,11 @@ class Auto(Controller):
             after=FEWEST - 1 if outside and new["outside"] < WINDOWS else 0,
         )
 
+    def _window(self, took: float) -> int:
+        """Return the steps of a window, given the median seconds of a step."""
+        few = LEAST_WINDOW / LONGEST_WINDOW
+        return max(self.every, int(LEAST_WINDOW / max(took, few)))
+
     def _next(
         self, new: State, reason: str, *, after: int = 0, weigh: bool = False, says: str = ""
     ) -> tuple[Decision, State]:
@@ -318,7 +325,7 @@ class Auto(Controller):
                 new["level"],
                 reason=reason,
                 figures={name: float(value) for name, value in figures.items()},
-                after=after or self.every,
+                after=after or self._window(new["took"]),
                 weigh=weigh,
                 says=says,
             ),

@@ -84,7 +84,9 @@ def _gradient(workers: Workers, param: Tensor) -> Tensor:
     local = workers.local(param).detach()
     grad = None if param.grad is None else workers.local(param.grad)
     if grad is None or grad.shape != local.shape or not bool(grad.isfinite().all()):
-        grad = torch.randn_like(local, memory_format=torch.contiguous_format)
+        own = torch.Generator(local.device).manual_seed(0)  # the run's numbers stay as they are
+        grad = torch.randn(local.shape, generator=own, device=local.device, dtype=torch.float32)
+        grad = grad.to(local.dtype)
     return grad.detach().reshape(-1).clone()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_gc.compressors import (
+    COMPRESSORS,
     QSGD,
     BinMeans,
     Cast,
@@ -14,6 +17,7 @@ from lightning_gc.compressors import (
 )
 from lightning_gc.compressors.wrappers.menu import Menu
 from lightning_gc.controllers import Auto, Controller
+from lightning_gc.core.registry import closest
 from lightning_gc.exchange.validation import make_controller
 from lightning_gc.memories import ErrorFeedback, Memory, NoMemory
 
@@ -75,11 +79,15 @@ def permitted(
     if controller is not None:
         controller = make_controller(controller, owner)
     if compressor != AUTO:
-        if isinstance(controller, Auto) and controller.allow != "rounding":
-            raise ValueError(
-                f"{owner}(compressor={compressor!r}, controller={controller!r}): the compressor is "
-                f'what is permitted; give compressor="auto", or leave allow out.'
-            )
+        if isinstance(compressor, str) and closest(compressor, [*COMPRESSORS, AUTO]) == AUTO:
+            raise ValueError(f"{compressor!r} is not a compressor (did you mean {AUTO!r}?).")
+        if isinstance(controller, Auto) and isinstance(compressor, Menu):
+            if controller.allow not in ("rounding", compressor):
+                raise ValueError(
+                    f"{owner}(compressor={compressor!r}, controller={controller!r}): the menu is "
+                    f'what is permitted; give compressor="auto", or leave allow out.'
+                )
+            controller = replace(controller, allow=compressor)
         return compressor, memory, controller
     controller = controller or Auto()
     if not isinstance(controller, Auto):

@@ -18,6 +18,7 @@ from lightning_gc import Identity, Menu, PerParameter, PowerSGD, TopK
 from lightning_gc.controllers import Accordion, Schedule
 from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
 from tests.support.accelerator import needs_four
+from tests.support.auto import Scripted
 from tests.support.hsdp import RANKS, Sharded, fit_sharded, hsdp
 from tests.support.instances import ALL_MEMORIES
 from tests.support.processes import run_in_processes
@@ -82,12 +83,14 @@ def train(
     return found | {"at start": resumed.memory, "began": resumed.step, "warned": warned}
 
 
-def interrupted(rank: int, folder: str, compressor: Any, **options: Any) -> dict[str, Any]:
-    """Train two epochs at once, and in two parts."""
-    path = str(Path(folder, "half.ckpt"))
-    whole = train(rank, compressor, 2, **options)
-    first = train(rank, compressor, 1, save=path, **options)
-    second = train(rank, compressor, 2, resume=path, **options)
+def interrupted(
+    rank: int, folder: str, compressor: Any, epochs: tuple[int, int] = (1, 2), **options: Any
+) -> dict[str, Any]:
+    """Train some epochs at once, and in two parts."""
+    path, (half, every) = str(Path(folder, "half.ckpt")), epochs
+    whole = train(rank, compressor, every, **options)
+    first = train(rank, compressor, half, save=path, **options)
+    second = train(rank, compressor, every, resume=path, **options)
     return {"whole": whole, "first": first, "second": second}
 
 
@@ -111,6 +114,10 @@ def more(rank: int, folder: str) -> dict[str, Any]:
     other = Path(folder, "menu")
     other.mkdir(exist_ok=True)
     found["menu"] = interrupted(rank, str(other), menu, controller=Schedule((2, 1)))
+    chooses = Path(folder, "auto")
+    chooses.mkdir(exist_ok=True)
+    auto = Scripted(allow=menu)
+    found["auto"] = interrupted(rank, str(chooses), "auto", epochs=(4, 8), controller=auto)
     found["one file"] = interrupted(
         rank,
         str(one),
@@ -145,7 +152,7 @@ def check_resumed(found: Found) -> None:
     """The second half begins with what the first has left, and ends as the whole."""
     for rank in found:
         first, second, whole = rank["first"], rank["second"], rank["whole"]
-        assert second["began"] == first["rounds"] == STEPS
+        assert second["began"] == first["rounds"] >= STEPS
         assert second["at start"].keys() >= {n for n, kept in first["memory"].items() if kept.size}
         for name, kept in second["at start"].items():
             if kept.size:
@@ -188,6 +195,17 @@ def test_one_file_resumes_bit_for_bit(at_night: Found, folder: Path) -> None:
     check_resumed([rank["one file"] for rank in at_night])
     assert (folder / "night" / "one" / "half.ckpt").is_file()
     assert (folder / "night" / "half.ckpt").is_dir()
+
+
+@pytest.mark.nightly
+def test_auto_chooses_between_replicas_and_resumes(at_night: Found) -> None:
+    check_resumed([rank["auto"] for rank in at_night])
+    menu = Menu({"topk": TopK(0.05), "powersgd": PowerSGD(1), "dense": Identity()})
+    place = menu.names.index("powersgd") + 1
+    for rank in at_night:
+        chosen = {level for level in rank["auto"]["whole"]["levels"].values() if level is not None}
+        assert chosen == {place}
+        assert rank["auto"]["first"]["levels"] != {}
 
 
 @pytest.mark.nightly

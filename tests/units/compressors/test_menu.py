@@ -119,6 +119,38 @@ def test_errors_survive_a_thousand_changes(changes: list[tuple[Any, dict[str, An
         torch.testing.assert_close(summed, torch.zeros_like(summed) + errors / 2, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("poisoned", [None, 0, 1])
+def test_uncompressed_steps_are_plain_where_no_error_is_left(poisoned: int | None) -> None:
+    """An unused parameter keeps its error, on its worker only, and workers still agree.
+
+    A gradient that is not finite makes the mean so on all workers, whether they have errors or not.
+    """
+    lockstep = Lockstep(2, STRATEGY, ErrorFeedback())
+    turn(lockstep, None)
+    lockstep.step(gradients(0, 2))
+    assert [dict(engine.kept) for engine in lockstep.engines] == [{}, {}]
+    turn(lockstep, chosen("topk"))
+    lockstep.step(gradients(1, 2))
+    errors = lockstep.engines[0].errors()["weight"].clone()
+    assert errors.any()
+    turn(lockstep, None)
+    unused = gradients(2, 2)
+    unused[0]["weight"].zero_()
+    lockstep.step(unused)
+    assert torch.equal(lockstep.engines[0].errors()["weight"], errors)
+    assert dict(lockstep.engines[1].kept) == {}
+    last = gradients(3, 2)
+    if poisoned is not None:
+        last[poisoned]["weight"].view(-1)[3] = torch.inf
+    mean = lockstep.step(last).mean["weight"]
+    if poisoned is None:
+        expected = (last[0]["weight"] + last[1]["weight"] + errors) / 2
+        torch.testing.assert_close(mean, expected)
+        assert [dict(engine.kept) for engine in lockstep.engines] == [{}, {}]
+    else:
+        assert not mean.isfinite().all()
+
+
 def test_state_belongs_to_the_choice() -> None:
     lockstep = Lockstep(2, STRATEGY)
     engine = lockstep.engines[0]

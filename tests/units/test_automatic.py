@@ -1,0 +1,125 @@
+"""The word "auto": what it stands for in every way in, and where it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.strategies import StrategyRegistry
+from torch import nn
+
+import lightning_gc
+from lightning_gc import (
+    QSGD,
+    Cast,
+    CompressedDDPStrategy,
+    CompressedFabricStrategy,
+    CompressedFSDPStrategy,
+    CompressedHSDPStrategy,
+    ErrorFeedback,
+    LocalSteps,
+    LocalStepsStrategy,
+    Menu,
+    NoMemory,
+    SimulatedDDPStrategy,
+    SimulatedLocalStepsStrategy,
+)
+from lightning_gc.controllers import Accordion, Auto
+from lightning_gc.exchange.automatic import menu_of
+from lightning_gc.memories import Memory
+
+OWN = Menu({"four": QSGD(4), "cast": Cast()})
+
+
+def parts(strategy: Any) -> tuple[Menu, Memory, Auto]:
+    if hasattr(strategy, "configuration"):  # Fabric's
+        found = strategy.configuration
+        return found.compressor, found.memory, strategy.controller
+    return strategy.compressor, strategy.memory, strategy.controller
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        CompressedDDPStrategy("auto"),
+        CompressedHSDPStrategy("auto"),
+        CompressedFabricStrategy("auto"),
+        SimulatedDDPStrategy("auto", workers=2),
+    ],
+    ids=lambda strategy: type(strategy).__name__,
+)
+def test_by_default_gradients_are_rounded_and_nothing_is_kept(strategy: Any) -> None:
+    menu, memory, controller = parts(strategy)
+    assert menu.names == ("QSGD(4)", "QSGD(6)", "QSGD(8)", "Cast()")
+    assert (memory, controller) == (NoMemory(), Auto())
+
+
+def test_with_feedback_errors_are_kept() -> None:
+    menu, memory, _ = parts(CompressedDDPStrategy("auto", controller=Auto("feedback")))
+    assert set(menu_of("rounding")[0].names) < set(menu.names)
+    assert {"PowerSGD(2)", "TopK(0.01)", "ChunkedTopK and BinMeans"} < set(menu.names)
+    assert memory == ErrorFeedback()
+
+
+def test_a_menu_of_ones_own_in_either_place() -> None:
+    for strategy in (
+        CompressedDDPStrategy("auto", controller=Auto(OWN)),
+        CompressedDDPStrategy(OWN, controller=Auto()),
+        CompressedDDPStrategy(OWN, controller="auto"),
+    ):
+        menu, memory, controller = parts(strategy)
+        assert menu.names == ("four", "cast")
+        assert memory == ErrorFeedback()
+        assert controller == Auto(OWN)
+
+
+def test_a_memory_that_is_given_stays() -> None:
+    assert parts(CompressedDDPStrategy("auto", memory="error_feedback"))[1] == ErrorFeedback()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "hsdp"])
+def test_by_name(kind: str) -> None:
+    registry: Any = StrategyRegistry
+    strategy = registry.get(f"compressed_{kind}_auto")
+    assert isinstance(strategy.controller, Auto)
+    assert f"compressed_{kind}_auto" in registry.available_strategies()
+    assert "compressed_fsdp_auto" not in registry
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: LocalStepsStrategy("auto"), 'LocalStepsStrategy: "auto" cannot .* choose H'),
+        (lambda: LocalStepsStrategy(OWN, controller=Auto()), "local steps save time by H"),
+        (lambda: SimulatedLocalStepsStrategy("auto", workers=2), "local steps save time by H"),
+        (
+            lambda: LocalSteps(nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)], 0.1), "auto"),
+            "local steps save time by H",
+        ),
+        (lambda: CompressedFSDPStrategy("auto"), 'FSDPStrategy: "auto" cannot .*use HSDP'),
+        (
+            lambda: CompressedFSDPStrategy("qsgd", controller=Auto()),
+            "nothing can be weighed; name a method",
+        ),
+        (
+            lambda: CompressedDDPStrategy("auto", controller=Accordion(low=2, high=1)),
+            r'the controller of "auto" is Auto, such as controller=Auto\(allow=',
+        ),
+        (lambda: CompressedDDPStrategy("topk", controller=Auto()), "compressors of a Menu"),
+        (lambda: CompressedDDPStrategy(OWN, controller=Auto("feedback")), "leave allow out"),
+        (lambda: Auto("rouding"), "give 'rounding', 'feedback', or a Menu"),
+        (lambda: CompressedDDPStrategy("auto", controller=Auto(7)), "or a Menu"),
+        (lambda: Auto(every=2), "at least 4 steps"),
+        (lambda: CompressedDDPStrategy("auto", scheme="all_reduce"), "AllReduce"),
+    ],
+)
+def test_refusals(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_a_misspelt_word_is_answered() -> None:
+    with pytest.raises(ValueError, match=r"'autto' is not a compressor \(did you mean 'auto'\?\)"):
+        CompressedDDPStrategy("autto")
+    assert "Auto" in lightning_gc.controllers.__all__
