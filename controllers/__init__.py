@@ -10,7 +10,7 @@ from .accordion import Accordion as Accordion
 from .adaqs import AdaQS as AdaQS
 from .auto import Auto as Auto
 from .bandwidth_aware import BandwidthAware as BandwidthAware
-from .base import Choice as Choice
+from .base import Candidate as Candidate
 from .base import Controller as Controller
 from .base import Curve as Curve
 from .base import Decision as Decision
@@ -46,7 +46,7 @@ __all__ = [
     "BySize",
     "BytesBudget",
     "Chain",
-    "Choice",
+    "Candidate",
     "CongestionAIMD",
     "DQSGD",
     "Controller",

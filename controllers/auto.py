@@ -12,19 +12,20 @@ from .bandwidth_aware import rate_of
 from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State
 
 FIRST = 3
-"""First steps of a run that do not count: DDP arranges its buckets anew, memory is allocated."""
+"""First steps of a run, which are not timed: DDP arranges its buckets anew, memory is allocated."""
 SETTLING = 1
 """Steps after a change that do not count."""
 FEWEST, MOST = 5, 15
-"""Steps from which a choice is judged: the fewest if they are alike, else up to the most."""
+"""Timed steps of a choice before it is judged: the fewest if they are alike, the most if not."""
 ALIKE = 1.1
-"""Steps are alike if their upper quartile is at most so many times the lower one."""
+"""Steps are alike if their upper quartile is at most this factor above the lower one."""
 TRIALS = 3
 """Choices that are tried in one look, at most."""
 GAIN = 0.95
 """A choice must take at most this share of the time without it."""
 EQUAL = 0.98
-"""Of two choices this near to one another the one that sends more is taken."""
+"""Two choices are equally fast if one takes this share of the other's time; the one that sends more
+is then taken."""
 BAND = 1.3
 """Factor by which seconds or the link's rate must change, for ``WINDOWS`` windows in a row."""
 WINDOWS = 3
@@ -47,7 +48,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """Return those of at least one step."""
+        """Return the quartiles of one step or more."""
         if len(seconds) == 1:
             return cls(seconds[0], seconds[0], seconds[0])
         return cls(*statistics.quantiles(seconds, n=4, method="inclusive"))
@@ -62,7 +63,7 @@ class Auto(Controller):
     """Choose among the compressors of a ``Menu`` the one with the fastest steps, or none of them.
 
     1. *Look*: the first steps are uncompressed. Their seconds are measured.
-    2. *Weigh*: between two steps each choice exchanges a part of the gradient twice, over the real
+    2. *Weigh*: between two steps each choice exchanges a part of the gradient a few times, over the real
        link. The timeline of a step, with these seconds for each bucket and the times at which
        buckets were ready, predicts a step.
     3. *Try*: choices that are predicted to take at most 95 % of the present time are tried for a
@@ -76,7 +77,7 @@ class Auto(Controller):
        weighing, and what steps of trials take longer than those before.
 
     Steps on a busy machine differ much, so that quartiles overlap; then nothing is changed, and the
-    log says so. Epochs may end at any point of this.
+    log says so. An epoch may end during any part.
 
     Seconds differ between two runs, and so may choices: a run resumes as it was and does not look
     again for that, but it is not repeated bit for bit. ``trace`` writes down what was seen and
@@ -118,7 +119,7 @@ class Auto(Controller):
 
     @property
     def needs(self) -> Needs:
-        return Needs(seconds=True, link=True, choices=True, trace=self.trace)
+        return Needs(seconds=True, link=True, weighed=True, trace=self.trace)
 
     def check(self, knob: KnobLike | None) -> None:
         if knob is None or knob.field != "choice":
@@ -189,11 +190,11 @@ class Auto(Controller):
     def _look(self, observation: Observation, new: State) -> tuple[Decision, State]:
         """Measure steps with the present choice, then line up what may be faster."""
         if observation.weighed is not None:
-            choices = [list(each) for each in observation.weighed.choices]
+            found = [list(each) for each in observation.weighed.candidates]
             known = observation.optimizers
             fine = bool(known) and not any(name in _REFUSING for name in known)
             out = _COARSE if self.allow == "rounding" and not fine else ()
-            new["queue"] = [each for each in choices if each[1] not in out]
+            new["queue"] = [each for each in found if each[1] not in out]
             new["permitted"] = [each[1] for each in new["queue"] if each[0] is not None]
             new["spent"] += observation.weighed.seconds
         if not _enough(new["seen"]) or not new["queue"]:
@@ -334,7 +335,7 @@ class Auto(Controller):
 
 
 def _enough(seconds: Sequence[float]) -> bool:
-    """Whether steps are so many, or so much alike, that more of them would say no more."""
+    """Return whether there are enough steps to judge, by their number or because they are alike."""
     if len(seconds) < FEWEST:
         return False
     low, _, high = Spread.of(seconds)

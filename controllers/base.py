@@ -44,13 +44,13 @@ class Curve(NamedTuple):
     points: tuple[Point, ...]
 
 
-class Choice(NamedTuple):
-    """What a step would take with one choice of a menu, as predicted.
+class Candidate(NamedTuple):
+    """One choice of a menu, and the predicted seconds of a step with it.
 
     Attributes:
         level: the choice; None: uncompressed.
         name: as in the menu.
-        step_seconds: a step's, less those of a step with the present choice.
+        step_seconds: predicted for a step, less the seconds of a step with the present choice.
     """
 
     level: Level
@@ -59,15 +59,15 @@ class Choice(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """What steps would take with each choice of a menu.
+    """All choices of a menu with their predicted seconds.
 
     Attributes:
         seconds: that it took to find this out, between two steps.
-        choices: one for each, in the order of their levels; the last one is uncompressed.
+        candidates: one for each choice, in the order of their levels; the last one is uncompressed.
     """
 
     seconds: float
-    choices: tuple[Choice, ...]
+    candidates: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,9 @@ class Needs:
             for none. ``replay`` reads it.
         rounds: all values of H that it may set in ``Decision.every``; it needs local steps.
             Costs nothing.
-        choices: it may ask for ``Observation.weighed`` by ``Decision.weigh``; it needs a ``Menu``.
-            Costs two exchanges of a part of the gradient with each choice, when it asks.
+        weighed: it may ask for ``Observation.weighed`` by ``Decision.weigh``; it needs a ``Menu``.
+            Costs three exchanges of a part of the gradient with each choice, when it asks, five
+            on CUDA.
     """
 
     gradients: Literal["none", "epoch sum", "first batch"] = "none"
@@ -108,7 +109,7 @@ class Needs:
     link: bool = False
     trace: str = ""
     rounds: tuple[int, ...] = ()
-    choices: bool = False
+    weighed: bool = False
 
     def __post_init__(self) -> None:
         if self.curves and self.gradients == "first batch":
@@ -144,7 +145,7 @@ class Needs:
             link=self.link or other.link,
             trace=self.trace or other.trace,
             rounds=tuple(sorted({*self.rounds, *other.rounds})),
-            choices=self.choices or other.choices,
+            weighed=self.weighed or other.weighed,
         )
 
 
@@ -278,7 +279,7 @@ class Decision:
         after: steps until the next decision, or to the end of the epoch; 0: by ``turns`` and
             ``every_steps``.
         weigh: let the next observation have ``weighed``. Only for a controller that declares
-            ``Needs.choices``.
+            ``Needs.weighed``.
         says: one line for the log, at once, on worker 0; empty for none. A reason is logged between
             epochs only.
     """

@@ -15,7 +15,7 @@ class Budget(Controller):
     """Choose H, the optimizer steps of a round, so that exchanges take a share of the time at most.
 
     With ``X`` the seconds of a round's exchange (compression, messages with waiting, decoding) and
-    ``R`` those of the whole round, both means since the last decision, an optimizer step takes
+    ``R`` those of the whole round, as means since the last decision, an optimizer step takes
     ``c = (R − X)/H``. H becomes the least power of two times ``shortest`` with
     ``X/(H·c + X) ≤ share``. It falls only if half of H takes at most 0.8 of the share, and by a
     half at a time. A decision is due after ``rounds`` rounds; at first after 1, 2 and 4.

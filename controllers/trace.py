@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .base import Choice, Controller, Curve, Decision, Observation, Point, State, Weighed
+from .base import Candidate, Controller, Curve, Decision, Observation, Point, State, Weighed
 from .exchange_record import ExchangeRecord
 
 
@@ -61,7 +61,7 @@ def _observation(saved: dict[str, Any]) -> Observation:
     }
     weighed = saved.get("weighed")
     if weighed is not None:
-        weighed = Weighed(weighed[0], tuple(Choice(*each) for each in weighed[1]))
+        weighed = Weighed(weighed[0], tuple(Candidate(*each) for each in weighed[1]))
     changed = {
         "each_step": tuple(saved.get("each_step", ())),
         "weighed": weighed,

@@ -28,7 +28,12 @@ from torchmetrics import MeanMetric  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
 from tune_language_model import LanguageModel, Text  # noqa: E402
 
-from lightning_gc import CompressionMonitor, Identity, SimulatedDDPStrategy  # noqa: E402
+from lightning_gc import (  # noqa: E402
+    CompressionMonitor,
+    Identity,
+    SimulatedDDPStrategy,
+    Together,
+)
 from lightning_gc.compressors import Compressor  # noqa: E402
 from lightning_gc.controllers import Controller  # noqa: E402
 from lightning_gc.memories import Memory  # noqa: E402
@@ -47,6 +52,7 @@ class Method:
     memory: Memory | None = None
     controller: Controller | None = None
     scheme: Scheme | None = None
+    network: str = "10gbit"
 
 
 class Watch(pl.Callback):
@@ -221,8 +227,10 @@ def fit(
     cell: dict[str, Any],
     extra: dict[str, Any],
 ) -> tuple[pl.Trainer, Watch]:
-    """Train on simulated workers."""
+    """Train on simulated workers, by the optimizer of the cell if it names one."""
     hush()
+    if "optimizer" in cell:
+        model.configure_optimizers = lambda: optimizer_of(cell, model)  # type: ignore[method-assign]
     watch = Watch()
     strategy = SimulatedDDPStrategy(
         method.compressor,
@@ -231,6 +239,7 @@ def fit(
         controller=method.controller,
         workers=cell["workers"],
         seed=cell["seed"],
+        network=method.network,
     )
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -247,6 +256,23 @@ def fit(
     )
     trainer.fit(model, data)
     return trainer, watch
+
+
+WORDS = 1000
+"""Rows or columns from which on a matrix holds words, and is not Muon's."""
+
+
+def optimizer_of(cell: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD, AdamW, or Muon for the inner matrices and AdamW at 0.003 for the others."""
+    rate, params = cell["rate"], [p for p in model.parameters() if p.requires_grad]
+    if cell["optimizer"] == "sgd":
+        return torch.optim.SGD(params, rate, momentum=cell.get("momentum", 0.0))
+    if cell["optimizer"] == "adamw":
+        return torch.optim.AdamW(params, rate)
+    matrices = [p for p in params if p.ndim == 2 and max(p.shape) < WORDS]
+    others = [p for p in params if p.ndim != 2 or max(p.shape) >= WORDS]
+    muon = torch.optim.Muon(matrices, rate, adjust_lr_fn="match_rms_adamw")
+    return Together([muon, torch.optim.AdamW(others, 0.003)])
 
 
 def figures(trainer: pl.Trainer, watch: Watch, found: Figures) -> Figures:

@@ -365,7 +365,7 @@ class Attached:
         self.check()
         self.before_pass()
         controller = self._setup.controller
-        if controller is not None and controller.needs.choices and torch.is_grad_enabled():
+        if controller is not None and controller.needs.weighed and torch.is_grad_enabled():
             # It needs no metrics, so the loop need not call us.
             self.decide(0, partial(Moment, {}))
 

@@ -168,7 +168,7 @@ def attach(
     its = list(optimizers or ())
     if isinstance(controller, str):
         controller = make_controller(controller, "attach")
-    decides = controller is not None and not controller.needs.choices  # such as Accordion
+    decides = controller is not None and not controller.needs.weighed  # such as Accordion
     for name, given in {"controller": controller, "weights_controller": weights_controller}.items():
         if given is not None and not its and (decides or given is weights_controller):
             raise ValueError(

@@ -369,7 +369,7 @@ class Probes:
         self.statistics = [WorkerStatistics(engine, controller) for engine in workers.engines]
         first = next(iter(workers.names), None)
         self.clock = StepClock(first.device if self._needs.seconds and first is not None else None)
-        if self._needs.choices:
+        if self._needs.weighed:
             workers.ready = []
         self._forecast = Forecast()
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.wrappers.menu import Menu
-from lightning_gc.controllers.base import Choice, Level, Weighed
+from lightning_gc.controllers.base import Candidate, Level, Weighed
 from lightning_gc.exchange.peers import Peers
 from lightning_gc.exchange.timeline import BucketWork, Module, timeline
 from lightning_gc.exchange.workers import Workers
@@ -61,8 +61,8 @@ def weigh(workers: Workers, peers: Peers) -> Weighed:
         steps[level] = timeline(Module(0.0, max(ready), 0.0), works, contention).seconds
     requested = workers.first.levels.requested()
     now = menu.level if requested is None else requested[0]
-    choices = tuple(Choice(level, name, steps[level] - steps[now]) for level, name in levels)
-    return Weighed(time.perf_counter() - began, choices)
+    found = tuple(Candidate(level, name, steps[level] - steps[now]) for level, name in levels)
+    return Weighed(time.perf_counter() - began, found)
 
 
 def _part(workers: Workers) -> tuple[dict[str, tuple[int, ...]], Tensor]:

@@ -38,7 +38,9 @@ class Scripted(Auto):
         took = known.get(state["name"], 1.0)
         weighed = observation.weighed
         if weighed is not None:
-            more = [c._replace(step_seconds=known.get(c.name, 1.0) - took) for c in weighed.choices]
+            more = [
+                c._replace(step_seconds=known.get(c.name, 1.0) - took) for c in weighed.candidates
+            ]
             weighed = Weighed(0.0, tuple(more))
         told = replace(
             observation,

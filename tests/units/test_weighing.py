@@ -49,9 +49,9 @@ def test_nothing_of_the_run_changes() -> None:
     before = everything(made)
     found = weigh(made.workers, Peers(True, CPU, timed=made.ledger.timed))
     assert everything(made) == before
-    assert [choice.name for choice in found.choices] == [*MENU.names, "uncompressed"]
-    assert [choice.level for choice in found.choices] == [1, 2, 3, 4, None]
-    assert found.choices[0].step_seconds == 0.0  # the present one
+    assert [choice.name for choice in found.candidates] == [*MENU.names, "uncompressed"]
+    assert [choice.level for choice in found.candidates] == [1, 2, 3, 4, None]
+    assert found.candidates[0].step_seconds == 0.0  # the present one
     assert found.seconds > 0
 
 
@@ -59,7 +59,7 @@ def test_simulated_workers_weigh_by_the_networks_model() -> None:
     """On a link of 10 kbit/s messages are all that counts, and their order is that of bytes."""
     made = training(NetworkModel(1e-5))
     found = weigh(made.workers, Peers(True, CPU, timed=made.ledger.timed))
-    seconds = [choice.step_seconds for choice in found.choices]
+    seconds = [choice.step_seconds for choice in found.candidates]
     assert seconds[:4] == sorted(seconds[:4])
     # Twice half of 4,096 values in four bytes each, and a flag's.
     uncompressed, topk = seconds[4] - seconds[0], seconds[MENU.names.index("topk")] - seconds[0]
@@ -109,7 +109,7 @@ def test_the_timeline_has_each_bucket_when_it_was_ready(
     made.workers.layout, made.workers.ready = [("a", "b"), ("c",)], list(ready)
     monkeypatch.setattr("lightning_gc.control.weighing.SAMPLE", 1)  # one tensor is enough
     found = weigh(made.workers, Peers(True, CPU, timed=Told(TABLE)))
-    seconds = [choice.step_seconds for choice in found.choices]
+    seconds = [choice.step_seconds for choice in found.candidates]
     assert seconds == pytest.approx([each - expected[0] for each in expected])
 
 

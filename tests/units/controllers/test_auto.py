@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_gc.controllers import (
     Auto,
-    Choice,
+    Candidate,
     Decision,
     ExchangeRecord,
     Observation,
@@ -97,7 +97,7 @@ class World:
         self.weighings += 1
         more = [self.wrong * (true[level] - true[now]) for level in NAMES]
         rows = zip(NAMES.items(), more, strict=True)
-        return Weighed(self.weighing, tuple(Choice(*each, seconds) for each, seconds in rows))
+        return Weighed(self.weighing, tuple(Candidate(*each, seconds) for each, seconds in rows))
 
 
 SECONDS = st.fixed_dictionaries({level: st.floats(0.05, 5.0) for level in NAMES})

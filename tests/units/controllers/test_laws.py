@@ -25,8 +25,8 @@ from lightning_gc.controllers import (
     Budget,
     BySize,
     BytesBudget,
+    Candidate,
     Chain,
-    Choice,
     CongestionAIMD,
     Controller,
     Curve,
@@ -106,10 +106,10 @@ def curves(draw: st.DrawFn) -> dict[str, Curve]:
     }
 
 
-CHOICES = tuple(Choice(level, name, 0.0) for level, name in ((1, "a"), (2, "b"), (None, "c")))
+CANDIDATES = tuple(Candidate(level, name, 0.0) for level, name in ((1, "a"), (2, "b"), (None, "c")))
 WEIGHED = st.none() | st.builds(
     lambda seconds, more: Weighed(
-        seconds, tuple(c._replace(step_seconds=m) for c, m in zip(CHOICES, more, strict=True))
+        seconds, tuple(c._replace(step_seconds=m) for c, m in zip(CANDIDATES, more, strict=True))
     ),
     NUMBER,
     st.tuples(*[st.floats(-1, 1)] * 3),
