@@ -63,8 +63,8 @@ class Auto(Controller):
     """Choose among the compressors of a ``Menu`` the one with the fastest steps, or none of them.
 
     1. *Look*: the first steps are uncompressed. Their seconds are measured.
-    2. *Weigh*: between two steps each choice exchanges a part of the gradient a few times, over the real
-       link. The timeline of a step, with these seconds for each bucket and the times at which
+    2. *Weigh*: between two steps each choice exchanges a part of the gradient a few times, over the
+       real link. The timeline of a step, with these seconds for each bucket and the times at which
        buckets were ready, predicts a step.
     3. *Try*: choices that are predicted to take at most 95 % of the present time are tried for a
        few steps, the fastest one first, at most three, and none that is predicted to be slower than

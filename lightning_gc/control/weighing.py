@@ -38,9 +38,17 @@ def weigh(workers: Workers, peers: Peers) -> Weighed:
 
     Communication pattern:
         Three exchanges per choice; on CUDA five, as the third is recorded.
+
+    Raises:
+        ValueError: another compressor, or no way to exchange between two steps.
     """
     menu, device = workers.configuration.compressor, peers.device
-    assert isinstance(menu, Menu)
+    if not isinstance(menu, Menu) or peers.timed is None:
+        raise ValueError(
+            f"Decision(weigh=True): choices of a Menu are weighed, where exchanges between two "
+            f"steps are possible; {menu} is none, or FSDP2 exchanges within its own passes."
+        )
+    began, steps = time.perf_counter(), dict[Level, float]()
     shapes, part = _part(workers)
     levels: list[tuple[Level, str]] = [*((i, name) for i, name in enumerate(menu.names, 1))]
     levels.append((None, UNCOMPRESSED))
@@ -49,12 +57,13 @@ def weigh(workers: Workers, peers: Peers) -> Weighed:
     ready = [seconds_between(workers.ready[0], at) for at in workers.ready or ()]  # type: ignore[index]
     if len(ready) != len(shares):  # simulated workers exchange after all passes
         ready = [0.0] * len(shares)
-    contention = _contention(device, workers.first.workers)
+    contention = _contention(device, workers.on_this_machine)
     exchange = partial(_exchanged, workers, peers, shapes, part)
     for level, _ in levels:
         exchange(level, 1)  # allocates, and begins to compile what the host runs
-    dispatch.host.wait()
-    began, steps = time.perf_counter(), {}
+    waits = time.perf_counter()
+    dispatch.host.wait()  # compiled once for all runs, which is no cost of this one
+    began += time.perf_counter() - waits
     for level, _ in levels:
         spent = exchange(level, 2 if device.type == "cpu" else 4)
         works = [_work(spent, at, share) for at, share in zip(ready, shares, strict=True)]
@@ -119,14 +128,13 @@ def _work(spent: Mapping[str, float], ready: float, share: float) -> BucketWork:
     return BucketWork(ready, computing, (spent.get(COMMUNICATE, 0.0) * share,))
 
 
-def _contention(device: torch.device, workers: int) -> float:
+def _contention(device: torch.device, here: int) -> float:
     """Return what the backward pass loses for a second of compression: all, without a spare core.
 
     A GPU's streams share it too, but by how much is not known here, so nothing is assumed.
     """
     if device.type != "cpu":
         return 0.0
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
     return 1.0 if (os.cpu_count() or 1) < 2 * here else 0.0
 
 

@@ -135,6 +135,7 @@ class Synchronizer:
         self._recording = Recording(shared if verified is None else verified.transport(shared))
         workers.start([self._recording], revocable=revocable)
         workers.run, hosts = _acquainted(workers.run, shared, device)
+        workers.on_this_machine = hosts.count(hosts[shared.worker])
         scheme = configuration.scheme
         misplaced = None if scheme is None else scheme.misplaced(hosts)
         if misplaced and dist.get_rank(self._group) == 0:

@@ -116,6 +116,7 @@ class Workers:
         ready: when the gradients of each bucket of the last round were there, as ``mark`` notes it;
             None: nobody wants to know.
         regrouping: exchanges the first round after a resume in the layout of the saved run.
+        on_this_machine: workers that share its cores, with this one.
         run: a random name of this fit, equal on all workers.
         model: name -> description of every parameter and buffer, which must be equal on all.
     """
@@ -128,6 +129,7 @@ class Workers:
         self.layout: list[tuple[str, ...]] = []
         self.ready: list[Mark] | None = None
         self.regrouping: Regrouping | None = None
+        self.on_this_machine = 1
         self.run = ""
         self.model: dict[str, str] = {}
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pytorch_lightning.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from lightning_gc import NoMemory
@@ -116,6 +118,26 @@ def test_simulated_workers_choose_as_real_ones() -> None:
     # Bytes of the exchanges by which choices are weighed count in both.
     total = "compression/total_wire_bytes"
     assert us["metrics"][total] == them[0][0]["metrics"][total]
+
+
+def test_tensorboard_shows_the_choice_and_why(tmp_path: Path) -> None:
+    """A curve of places in the menu, 0 while uncompressed, and each change as text."""
+    case = {
+        "compressor": "auto",
+        "options": {"controller": Scripted(allow=MENU, every=4)},
+        "logger": TensorBoardLogger(str(tmp_path), name="", version=""),
+        "log_every_n_steps": 1,
+    }
+    simulated(2, case)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    curve = [each.value for each in events.Scalars("compression/choice")]
+    assert curve[0] == 0
+    assert curve[-1] == PLACES["powersgd"]
+    texts = [
+        each.tensor_proto.string_val[0].decode()
+        for each in events.Tensors("compression/decision/text_summary")
+    ]
+    assert any(text.startswith("auto: powersgd, since a step takes 0.5 s") for text in texts)
 
 
 def loops(worker: int) -> list[tuple[Any, ...]]:
