@@ -344,8 +344,16 @@ def test_no_public_class_refuses_an_argument_in_pythons_words(name: str) -> None
         assert cls(density=1.0).density == 1.0
 
 
-PYTHONS_WORDS = {"Curve", "Decision", "ExchangeRecord", "FittedLink", "LocalSteps", "Needs"}
-PYTHONS_WORDS |= {"Observation", "Point", "Roll", "Together"}
+PYTHONS_WORDS = {
+    "Candidate",
+    "Curve",
+    "Decision",
+    "ExchangeRecord",
+    "FittedLink",
+    "LocalSteps",
+    "Needs",
+}
+PYTHONS_WORDS |= {"Observation", "Point", "Roll", "Together", "Weighed"}
 """Classes that only controllers make, and those that check their arguments themselves."""
 
 
@@ -445,7 +453,7 @@ def test_few_names_are_listed_and_all_are_answered() -> None:
     registry: Any = pl.strategies.StrategyRegistry
     listed = {name for name in registry if name in registry.ours}
     kinds = {"compressed_hsdp", "compressed_fsdp", "local_steps", "diloco", "sparseloco"}
-    methods = {f"compressed_ddp_{name}" for name in lightning_gc.COMPRESSORS}
+    methods = {f"compressed_ddp_{name}" for name in (*lightning_gc.COMPRESSORS, "auto")}
     assert listed == kinds | methods | {"compressed_ddp"}
     assert set(registry.available_strategies()) == set(registry)
     for name in registry.ours - listed:
