@@ -172,16 +172,14 @@ class Auto(Controller):
         return self._look(observation, new)
 
     def ending(self, state: State) -> str:
-        if state["phase"] != "watch":
-            return (
-                "auto: training ended before a method was chosen, so gradients were uncompressed."
-            )
+        if not state["took"]:
+            return "auto: training ended before a method was chosen."
         name, took, dense = state["name"], state["took"], state["dense"]
         said = f"auto: {name} at the end, {took:.3g} s per step"
         if state["level"] is not None:
             said += (
-                f" in place of {dense:.3g} s uncompressed, and {state['bytes'] / 1e6:.3g} MB in "
-                f"place of {state['dense_bytes'] / 1e6:.3g}"
+                f" where uncompressed ones had taken {dense:.3g} s, and "
+                f"{state['bytes'] / 1e6:.3g} MB in place of {state['dense_bytes'] / 1e6:.3g}"
             )
         others = ", ".join(each for each in state["permitted"] if each != name)
         left = f" Permitted and not needed: {others}." if others else ""
@@ -272,7 +270,9 @@ class Auto(Controller):
         else:
             why = f"no choice is predicted to be 5 % faster than {took:.3g} s a step"
         changed = level != new["level"]
-        says = f"auto: {name}, since {why}."
+        decided = f"auto: {name}, since {why}."
+        # To have looked again for nothing is no news.
+        news = not new["took"] or level != new["base"][0]
         new |= {
             "phase": "watch",
             "level": level,
@@ -284,7 +284,7 @@ class Auto(Controller):
             "reference": [],
             "outside": 0,
         }
-        return self._next(new, says, says=says)
+        return self._next(new, decided, says=decided if news else "")
 
     def _watch(
         self, observation: Observation, new: State, fresh: list[float]

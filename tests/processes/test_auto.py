@@ -53,9 +53,9 @@ def listened(*args: Any, **options: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def choosing(worker: int, trace: str) -> tuple[dict[str, Any], list[str]]:
-    """The link becomes fast, so that it looks again; replicas are compared in every step."""
+    """The link becomes fast, so that it looks again; replicas and messages are compared."""
     auto = Scripted(changes=30, then=FAST_LINK, allow=MENU, every=4, trace=trace)
-    strategy = ddp("auto", controller=auto, verify=1)
+    strategy = ddp("auto", controller=auto, verify="payload")
     return listened(strategy, Books, own_batches(worker, 16), max_epochs=5)
 
 

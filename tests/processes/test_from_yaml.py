@@ -65,6 +65,28 @@ ALONE: dict[str, Any] = {
             "workers": 2,
         },
     ),
+    "auto": (
+        "SimulatedDDPStrategy",
+        {
+            "compressor": "auto",
+            "controller": {
+                "class_path": "lightning_gc.controllers.Auto",
+                "init_args": {"allow": "feedback"},
+            },
+            "workers": 2,
+        },
+    ),
+    "budget": (
+        "SimulatedLocalStepsStrategy",
+        {
+            "compressor": "cast",
+            "every": {
+                "class_path": "lightning_gc.controllers.Budget",
+                "init_args": {"share": 0.2},
+            },
+            "workers": 2,
+        },
+    ),
     "simulated DDP": ("SimulatedDDPStrategy", {"compressor": TOPK, "workers": 4}),
     "simulated local steps": (
         "SimulatedLocalStepsStrategy",
@@ -72,6 +94,7 @@ ALONE: dict[str, Any] = {
     ),
 }
 NAMED = {
+    "compressed_ddp_auto": "CompressedDDPStrategy",
     "compressed_ddp_qsgd": "CompressedDDPStrategy",
     "local_steps": "LocalStepsStrategy",
     "compressed_hsdp": "CompressedHSDPStrategy",

@@ -23,7 +23,7 @@ from lightning_gc import (
     Quantised,
     TopK,
 )
-from lightning_gc.controllers import RoundSchedule, Schedule
+from lightning_gc.controllers import Budget, RoundSchedule, Schedule
 from lightning_gc.memories import GlobalMomentum
 from tests.support.accelerator import needs_two
 from tests.support.fitting import Crashed, ddp
@@ -44,6 +44,8 @@ FEW: list[dict[str, Any]] = [
     {"compressor": TopK(0.1), "every": 6, "fragments": 3, "delay": 1, "merge": "mix"},
     {"compressor": TopK(0.1), "every": GrowingRounds(GROWS, 2)},
     {"compressor": TopK(0.1), "every": 4, "controller": RoundSchedule((3, 4))},
+    # H is the longest from the second round on, whatever the seconds are.
+    {"compressor": TopK(0.1), "every": Budget(1e-9, shortest=2, longest=4, rounds=1)},
 ]
 MANY: list[dict[str, Any]] = [
     {"compressor": compressor, "memory": memory, "every": every, "outer": outer}

@@ -353,7 +353,7 @@ PYTHONS_WORDS = {
     "LocalSteps",
     "Needs",
 }
-PYTHONS_WORDS |= {"Observation", "Point", "Roll", "Together", "Weighed"}
+PYTHONS_WORDS |= {"Candidate", "Observation", "Point", "Roll", "Together", "Weighed"}
 """Classes that only controllers make, and those that check their arguments themselves."""
 
 

@@ -191,8 +191,8 @@ def test_what_it_says_in_the_end() -> None:
     assert world.said == ["auto: QSGD(4), since a step takes 0.1 s in place of 1 s (uncompressed)."]
     ending = world.auto.ending(world.state)
     assert ending.startswith(
-        "auto: QSGD(4) at the end, 0.1 s per step in place of 1 s uncompressed, and 2 MB in place "
-        "of 16. Permitted and not needed: QSGD(8), Cast(). Looking cost 0.01 s of "
+        "auto: QSGD(4) at the end, 0.1 s per step where uncompressed ones had taken 1 s, and 2 MB "
+        "in place of 16. Permitted and not needed: QSGD(8), Cast(). Looking cost 0.01 s of "
     )
     early = World(steady({1: 0.1, 2: 0.2, 3: 0.3, None: 1.0})).run(2)
     assert "before a method was chosen" in early.auto.ending(early.state)
