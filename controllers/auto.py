@@ -17,10 +17,12 @@ SETTLING = 1
 """Steps after a change that do not count."""
 FEWEST, MOST = 5, 15
 """Timed steps of a choice before it is judged: the fewest if they are alike, the most if not."""
-ALIKE = 1.1
+ALIKE = 1.05
 """Steps are alike if their upper quartile is at most this factor above the lower one."""
 TRIALS = 3
 """Choices that are tried in one look, at most."""
+NEAR = 1.1
+"""Factor of the fastest measured time up to which a prediction is worth a trial: it may err."""
 GAIN = 0.95
 """A choice must take at most this share of the time without it."""
 EQUAL = 0.98
@@ -67,10 +69,10 @@ class Auto(Controller):
        real link. The timeline of a step, with these seconds for each bucket and the times at which
        buckets were ready, predicts a step.
     3. *Try*: choices that are predicted to take at most 95 % of the present time are tried for a
-       few steps, the fastest one first, at most three, and none that is predicted to be slower than
-       one that was measured. One is kept if the median of its steps is at most 95 %, and its upper
-       quartile lies below the other's lower one. Of those within 2 % of the fastest the one that
-       sends most is taken. To go back to uncompressed steps, "not slower" is enough.
+       few steps, the fastest one first, at most three, and none that is predicted to take 1.1 times
+       as long as the fastest one measured. One is kept if the median of its steps is at most 95 %,
+       and its upper quartile lies below the other's lower one. Of those within 2 % of the fastest
+       the one that sends most is taken. To go back to uncompressed steps, "not slower" is enough.
     4. *Watch*: medians of windows, of ``every`` steps and a second at least. If three in a row, or
        the link's rate in them, are 1.3 times as large or small as in the first, it weighs and tries
        again, unless looking has cost more than 1 % of the time so far. What counts as cost is the
@@ -218,7 +220,7 @@ class Auto(Controller):
     def _try(self, new: State) -> tuple[Decision, State]:
         """Try the next choice, if it may be the fastest; else decide."""
         best = min((each[2][1] for each in new["tried"]), default=new["base"][2][1])
-        hopeless = bool(new["queue"]) and EQUAL * new["queue"][0][2] > best
+        hopeless = bool(new["queue"]) and new["queue"][0][2] > NEAR * best
         if len(new["tried"]) == TRIALS or not new["queue"] or hopeless:
             return self._settle(new)
         (level, name, predicted), *new["queue"] = new["queue"]
