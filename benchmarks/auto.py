@@ -45,8 +45,10 @@ SETTINGS: dict[str, Any] = {
     "timeout": LIMIT,
     "gradient_as_bucket_view": True,
 }
-LOOKED = 60
-"""Steps of a turn of ``auto``: enough to decide, and some after it."""
+LOOKED = 90
+"""Most steps of a turn of ``auto``, which needs at most 66 to decide."""
+AFTER = 15
+"""Steps of a turn of ``auto`` that are measured after it has decided."""
 
 
 def strategy_of(arm: str) -> Any:
@@ -74,6 +76,7 @@ class Course(StepTimer):
             self.state = control.state
             if self.decided is None and control.state["phase"] == "watch":
                 self.decided = len(self.seconds)
+                self.steps = self.decided + 2 + AFTER  # of which two settle
         super().on_train_batch_start(trainer, *rest)
 
 
