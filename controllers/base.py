@@ -96,8 +96,7 @@ class Needs:
         rounds: all values of H that it may set in ``Decision.every``; it needs local steps.
             Costs nothing.
         weighed: it may ask for ``Observation.weighed`` by ``Decision.weigh``; it needs a ``Menu``.
-            Costs three exchanges of a part of the gradient with each choice, when it asks, five
-            on CUDA.
+            Costs three to nine exchanges of a part of the gradient with each choice, when it asks.
     """
 
     gradients: Literal["none", "epoch sum", "first batch"] = "none"

@@ -7,10 +7,12 @@ has these seconds for each bucket, in proportion to its elements.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +23,28 @@ from lightning_gc.exchange.peers import Peers
 from lightning_gc.exchange.timeline import BucketWork, Module, timeline
 from lightning_gc.exchange.workers import Workers
 from lightning_gc.kernels import dispatch
-from lightning_gc.transports.accounting import COMMUNICATE, COMPRESS, DECODE, seconds_between
+from lightning_gc.transports.accounting import seconds_between
 
 SAMPLE = 1 << 20
 """Elements from which on a part of the gradient is large enough; it has whole tensors."""
+QUICK = 0.25
+"""Seconds of an uncompressed bucket up to which all of the largest one is exchanged, and twice as
+often: a link may let a small message pass at once."""
 UNCOMPRESSED = "uncompressed"
 """Name of the choice None."""
+
+
+class Spent(NamedTuple):
+    """What an exchange took.
+
+    Attributes:
+        seconds: in all.
+        computing: of this process's threads. Messages are copied and summed by them too, so that
+            without a spare core the backward pass waits for them as for a compressor.
+    """
+
+    seconds: float
+    computing: float
 
 
 def weigh(workers: Workers, peers: Peers) -> Weighed:
@@ -37,7 +55,8 @@ def weigh(workers: Workers, peers: Peers) -> Weighed:
         peers: the other workers, which call this too.
 
     Communication pattern:
-        Three exchanges per choice; on CUDA five, as the third is recorded.
+        Three to five exchanges per choice, on CUDA five to nine, as the third is recorded there.
+        One all-reduce of a number.
 
     Raises:
         ValueError: another compressor, or no way to exchange between two steps.
@@ -49,23 +68,28 @@ def weigh(workers: Workers, peers: Peers) -> Weighed:
             f"steps are possible; {menu} is none, or FSDP2 exchanges within its own passes."
         )
     began, steps = time.perf_counter(), dict[Level, float]()
-    shapes, part = _part(workers)
+    shapes, part = _part(workers, SAMPLE)
     levels: list[tuple[Level, str]] = [*((i, name) for i, name in enumerate(menu.names, 1))]
     levels.append((None, UNCOMPRESSED))
+    exchange = partial(_exchanged, workers, peers)
+    for level, _ in levels:
+        first = exchange(level, shapes, part, 1)  # allocates, and begins to compile for the host
+    waits = time.perf_counter()
+    dispatch.host.wait()  # compiled once for all runs, which is no cost of this one
+    began += time.perf_counter() - waits
     sizes = [sum(_numel(workers.shapes[name]) for name in names) for names in workers.layout]
+    share = max(sizes) / max(part.numel(), 1)
+    times = 2 if device.type == "cpu" else 4
+    (whole,) = peers.mean_of([[first.seconds * share]])  # equal on all workers
+    if whole <= QUICK:
+        (shapes, part), times = _part(workers, math.inf), 2 * times
     shares = [size / max(part.numel(), 1) for size in sizes]
     ready = [seconds_between(workers.ready[0], at) for at in workers.ready or ()]  # type: ignore[index]
     if len(ready) != len(shares):  # simulated workers exchange after all passes
         ready = [0.0] * len(shares)
     contention = _contention(device, workers.on_this_machine)
-    exchange = partial(_exchanged, workers, peers, shapes, part)
     for level, _ in levels:
-        exchange(level, 1)  # allocates, and begins to compile what the host runs
-    waits = time.perf_counter()
-    dispatch.host.wait()  # compiled once for all runs, which is no cost of this one
-    began += time.perf_counter() - waits
-    for level, _ in levels:
-        spent = exchange(level, 2 if device.type == "cpu" else 4)
+        spent = exchange(level, shapes, part, times)
         works = [_work(spent, at, share) for at, share in zip(ready, shares, strict=True)]
         steps[level] = timeline(Module(0.0, max(ready), 0.0), works, contention).seconds
     requested = workers.first.levels.requested()
@@ -74,14 +98,17 @@ def weigh(workers: Workers, peers: Peers) -> Weighed:
     return Weighed(time.perf_counter() - began, found)
 
 
-def _part(workers: Workers) -> tuple[dict[str, tuple[int, ...]], Tensor]:
-    """Return shapes and a copy of the gradients, flat, of tensors of the largest bucket."""
+def _part(workers: Workers, enough: float) -> tuple[dict[str, tuple[int, ...]], Tensor]:
+    """Return shapes and a copy of the gradients, flat, of tensors of the largest bucket.
+
+    ``enough``: elements from which on no further tensor is taken.
+    """
     shapes, params = workers.shapes, {name: p for p, name in workers.names.items()}
     largest = max(workers.layout, key=lambda names: sum(_numel(shapes[name]) for name in names))
     taken: dict[str, tuple[int, ...]] = {}
     pieces: list[Tensor] = []
     for name in largest:
-        if sum(map(_numel, taken.values())) >= SAMPLE:
+        if sum(map(_numel, taken.values())) >= enough:
             break
         taken[name] = shapes[name]
         pieces.append(_gradient(workers, params[name]))
@@ -102,12 +129,12 @@ def _gradient(workers: Workers, param: Tensor) -> Tensor:
 def _exchanged(
     workers: Workers,
     peers: Peers,
+    level: Level,
     shapes: Mapping[str, tuple[int, ...]],
     part: Tensor,
-    level: Level,
     times: int,
-) -> Mapping[str, float]:
-    """Return the seconds by phase of the quickest of a few exchanges."""
+) -> Spent:
+    """Return the seconds of the quickest of a few exchanges."""
     assert peers.timed is not None
     engines = [workers.make_engine(each.worker, each.workers) for each in workers.accounts]
     found = []
@@ -115,21 +142,24 @@ def _exchanged(
         engine.levels.set(level)
     for _ in range(times):
         flows = [workers.flow(engine, part.clone(), shapes) for engine in engines]
-        found.append(peers.timed(flows))
+        computed = time.process_time()
+        phases = peers.timed(flows)
+        computed = time.process_time() - computed
+        found.append(Spent(sum(phases.values()), computed))
         for engine in engines:
             engine.advance()
     for engine in engines:
         engine.end_fit()
-    return min(found, key=lambda phases: sum(phases.values()))
+    return min(found)
 
 
-def _work(spent: Mapping[str, float], ready: float, share: float) -> BucketWork:
-    computing = spent.get(COMPRESS, 0.0) * share, spent.get(DECODE, 0.0) * share
-    return BucketWork(ready, computing, (spent.get(COMMUNICATE, 0.0) * share,))
+def _work(spent: Spent, ready: float, share: float) -> BucketWork:
+    computing = min(spent.computing, spent.seconds)
+    return BucketWork(ready, (computing * share, 0.0), ((spent.seconds - computing) * share,))
 
 
 def _contention(device: torch.device, here: int) -> float:
-    """Return what the backward pass loses for a second of compression: all, without a spare core.
+    """Return what the backward pass loses for a second of computing: all, without a spare core.
 
     A GPU's streams share it too, but by how much is not known here, so nothing is assumed.
     """
