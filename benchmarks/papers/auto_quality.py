@@ -39,7 +39,7 @@ RATES = {
 ABOUT = """
 Four simulated workers train three small models with three optimizers, each at one learning rate,
 which does not fall. The link of 100 Mbit/s is slow beside these models, so that *auto* chooses the
-fewest bits that it may: `QSGD(4)`, and `QSGD(6)` under Muon. Its first steps are uncompressed.
+fewest bits that it may: `QSGD(4)`, and `QSGD(8)` under Muon. Its first steps are uncompressed.
 
 *SGD* has a momentum of 0.9, but none with the LSTM, whose gradients are clipped. *Muon* trains
 inner matrices, AdamW at 0.003 all other parameters. A ResNet has one such matrix only, its last

@@ -167,7 +167,7 @@ def test_it_looks_again_only_within_its_budget() -> None:
     assert 2 <= world.weighings <= 2 + 0.01 * sum(world.spent) / 10
 
 
-def test_under_muon_coarse_rounding_is_not_tried() -> None:
+def test_under_muon_only_fine_rounding_is_tried() -> None:
     seconds: Seconds = {1: 0.1, 2: 0.2, 3: 0.3, None: 1.0}
     for optimizers, kept in {("SGD",): 1, ("Together", "Muon", "AdamW"): 2, (): 2}.items():
         world = World(steady(seconds), optimizers=optimizers).run(200)
