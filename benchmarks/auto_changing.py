@@ -143,7 +143,8 @@ def draw(runs: dict[str, Any], steps: int, path: Path) -> None:
                 below.plot(names[: len(smooth)], color=colour, lw=1.8)
         plot_style.plain_log(above.yaxis)
         above.set(ylabel="seconds of a step")
-        below.set(ylabel="chosen", xlabel=f"step; the link is {', then '.join(map(str, LINKS))}")
+        fast, slow, last = LINKS
+        below.set(ylabel="chosen", xlabel=f"step, at {fast}, {slow} and {last}")
         for ax in (above, below):
             ax.axvspan(steps, 2 * steps, color=plot_style.SHADE, zorder=0)
         plot_style.legend(figure)
