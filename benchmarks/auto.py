@@ -17,18 +17,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 from pathlib import Path
 from typing import Any
 
 import dated_page
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from models import MODELS, build
 from namespaces import Link, check_privileges, launch, network
-from network_methods import LIMIT
+from network_methods import LIMIT, fit
 
 from lightning_gc import CompressedDDPStrategy
 from lightning_gc.bench.baselines import PLAIN, baseline_strategy
@@ -87,24 +85,7 @@ def turn(arm: str, model: str, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     module, loader = build(model, steps, dist.get_rank() + 1)
     course = Course()
-    worker, workers = dist.get_rank(), dist.get_world_size()
-    os.environ |= {"WORLD_SIZE": str(workers), "LOCAL_RANK": "0", "NODE_RANK": str(worker)}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        num_nodes=workers,
-        strategy=strategy_of(arm),
-        callbacks=[course],
-        max_steps=steps,
-        use_distributed_sampler=False,
-        gradient_clip_val=module.clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, loader)
-    dist.barrier()
+    fit(strategy_of(arm), module, loader, steps, [course], clip=module.clip)
     if arm not in WORDS:
         return {"seconds": course.seconds[WARMUP_STEPS:]}
     after = steps if course.decided is None else course.decided + 2

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import dated_page
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from auto import FIXED, ROUNDING, WORDS, strategy_of
 from matplotlib.figure import Figure
 from models import MODELS, build
 from namespaces import Link, check_privileges, launch, network
-from network_methods import LIMIT
+from network_methods import LIMIT, fit
 
 from lightning_gc.bench.baselines import PLAIN
 from lightning_gc.bench.method_run import StepTimer
@@ -49,6 +48,7 @@ class Course(StepTimer):
         super().__init__(lambda _: 0)
         self.part = part
         self.names: list[str] = []
+        self.spent = 0.0
 
     def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
         """Shape this worker's way out, if a part begins; all workers do."""
@@ -56,7 +56,9 @@ class Course(StepTimer):
         if step % self.part == 0 and step < self.part * len(LINKS):
             LINKS[step // self.part].shape()
         control = getattr(trainer.strategy, "control_loop", None)
-        self.names.append("" if control is None else control.state["name"])
+        if control is not None:
+            self.names.append(control.state["name"])
+            self.spent = control.state["spent"]
         super().on_train_batch_start(trainer, *rest)
 
 
@@ -68,26 +70,9 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     (arm,), steps = options.arms, options.steps * len(LINKS)
     module, loader = build(MODEL, steps, dist.get_rank() + 1)
     course = Course(options.steps)
-    os.environ |= {"LOCAL_RANK": "0", "NODE_RANK": str(dist.get_rank())}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        num_nodes=WORKERS,
-        strategy=strategy_of(arm),
-        callbacks=[course],
-        max_steps=steps,
-        use_distributed_sampler=False,
-        gradient_clip_val=module.clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, loader)
-    control = getattr(trainer.strategy, "control_loop", None)
-    spent = 0.0 if control is None else control.state["spent"]
+    fit(strategy_of(arm), module, loader, steps, [course], clip=module.clip)
     dist.destroy_process_group()
-    return {"seconds": course.seconds, "names": course.names, "spent": spent}
+    return {"seconds": course.seconds, "names": course.names, "spent": course.spent}
 
 
 def measure(arm: str, steps: int) -> dict[str, Any]:
@@ -139,8 +124,7 @@ def draw(runs: dict[str, Any], steps: int, path: Path) -> None:
             label = f"auto, {arm}" if ours else arm if arm == PLAIN else None
             above.plot(smooth, color=colour, lw=1.8 if ours else 0.8, label=label)
             if ours:
-                names = [name or "uncompressed" for name in run["names"]]
-                below.plot(names[: len(smooth)], color=colour, lw=1.8)
+                below.plot(run["names"][: len(smooth)], color=colour, lw=1.8)
         plot_style.plain_log(above.yaxis)
         above.set(ylabel="seconds of a step")
         fast, slow, last = LINKS

@@ -132,8 +132,25 @@ def train(
 
     Without synchronisation every worker trains alone.
     """
+    strategy = make_strategy(method, grace)
+    fit(strategy, module, loader, steps, callbacks, clip=clip, alone=method == NONE)
+
+
+def fit(
+    strategy: Any,
+    module: LightningModule,
+    loader: DataLoader[Any],
+    steps: int,
+    callbacks: list[Callback],
+    *,
+    clip: float | None = None,
+    alone: bool = False,
+) -> None:
+    """Train with a strategy as one of the workers, each a node; wait until all have done so.
+
+    ``alone``: every worker by itself.
+    """
     worker, workers = dist.get_rank(), dist.get_world_size()
-    alone = method == NONE
     # Lightning clears these variables after every fit.
     os.environ |= {"WORLD_SIZE": "1" if alone else str(workers), "LOCAL_RANK": "0"}
     os.environ["NODE_RANK"] = "0" if alone else str(worker)
@@ -141,7 +158,7 @@ def train(
         accelerator="cpu",
         devices=1,
         num_nodes=1 if alone else workers,
-        strategy=make_strategy(method, grace),
+        strategy=strategy,
         callbacks=callbacks,
         max_steps=steps,
         use_distributed_sampler=False,

@@ -17,6 +17,7 @@ from lightning_gc.control.weighing import weigh
 from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Point
 from lightning_gc.controllers.exchange_record import fit_link
 from lightning_gc.core import Bucket, Record, Tally
+from lightning_gc.core.notices import waiting
 from lightning_gc.core.saved_state import FINITE
 from lightning_gc.engine import Engine
 from lightning_gc.engine.statistics import EpochStatistics
@@ -434,7 +435,10 @@ class Probes:
 
     def weighed(self, peers: Peers) -> dict[str, Any]:
         """Return what a step takes with each choice of the menu: several exchanges."""
-        return {"weighed": weigh(self._workers, peers) if self._workers.layout else None}
+        if not self._workers.layout:
+            return {"weighed": None}
+        with waiting("Weighing what a step takes with each choice of the menu"):
+            return {"weighed": weigh(self._workers, peers)}
 
     def first_batch(self, peers: Peers) -> dict[str, Any]:
         """Return the gradient norms of the epoch's first batch, if declared."""

@@ -302,7 +302,8 @@ def _worth(total: Totals, averages: Mapping[str, float], requests: Sequence[Exch
     largest = max((each.nbytes for each in requests), default=0.0)
     large = [each for each in requests if each.seconds > 0 and 2 * each.nbytes >= largest > 0]
     if len(large) < _FEWEST:
-        return ""
+        few = " Whether that was worth it cannot be told from so few messages."
+        return few if requests else ""
     rates = sorted(each.nbytes / each.seconds for each in large)
     rate = rates[-(len(rates) // 10 + 1)]
     if largest / rate < _QUICK:
