@@ -88,8 +88,8 @@ class Auto(Controller):
     Args:
         allow: what you permit, where the strategy's compressor is ``"auto"``. ``"rounding"``:
             ``Cast()``, ``QSGD(8)``, and but under Muon and SOAP ``QSGD(6)`` and ``QSGD(4)``; they
-            trained as well as uncompressed gradients at unchanged hyper-parameters, within 0.03
-            nats.
+            trained as well as uncompressed gradients at unchanged hyper-parameters, within the
+            spread of seeds or 0.03 nats.
             ``"feedback"``: also ``PowerSGD(2)``, ``TopK(0.01)`` and
             ``Quantised(ChunkedTopK(), BinMeans(2))`` with error feedback; they send less, and the
             learning rate wants tuning for the one that is chosen. Or a ``Menu`` of your own.
@@ -274,7 +274,7 @@ class Auto(Controller):
             why = f"no choice is predicted to be 5 % faster than {took:.3g} s a step"
         changed = level != new["level"]
         decided = f"auto: {name}, since {why}."
-        # To have looked again for nothing is no news.
+        # A look that has changed nothing is not worth a line in the log.
         news = not new["took"] or level != new["base"][0]
         new |= {
             "phase": "watch",
