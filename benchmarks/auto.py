@@ -49,6 +49,8 @@ SLOW = 100
 """10⁶ bits per second up to which a step of plain DDP takes seconds, all alike."""
 AFTER = 15
 """Steps of a turn of ``auto`` that are measured after it has decided."""
+HOPELESS = 1.3
+"""A method that took this many times the fastest's seconds has no further turn."""
 
 
 def strategy_of(arm: str) -> Any:
@@ -99,13 +101,29 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=LIMIT)
     found: dict[str, list[Any]] = {arm: [] for arm in (PLAIN, *FIXED, *WORDS)}
     for _ in range(options.rounds):
-        for arm, turns in found.items():
+        chosen = [worth_a_turn(found)]
+        dist.broadcast_object_list(chosen)
+        for arm in chosen[0]:
             slow = arm == PLAIN and 0 < options.mbit[0] <= SLOW
             measured = min(options.steps, 4) if slow else options.steps
             steps = LOOKED if arm in WORDS else WARMUP_STEPS + measured
-            turns.append(turn(arm, options.model[0], steps))
+            found[arm].append(turn(arm, options.model[0], steps))
     dist.destroy_process_group()
     return found
+
+
+def worth_a_turn(turns: dict[str, list[Any]]) -> list[str]:
+    """Return the arms of the next round: all at first, then what may be a word's fastest."""
+    if not turns[PLAIN]:
+        return list(turns)
+    took = seconds_of(turns)
+    near = {
+        arm
+        for word in WORDS
+        for arm in candidates(word)
+        if took[arm] <= HOPELESS * min(took[each] for each in candidates(word))
+    }
+    return [arm for arm in turns if arm in near or arm in WORDS]
 
 
 def measure(workers: int, mbit: float, model: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -118,19 +136,27 @@ def measure(workers: int, mbit: float, model: str, options: argparse.Namespace) 
     return turns
 
 
-def row_of(cell: dict[str, Any], word: str) -> dict[str, Any]:
-    """Return what a word gives in a cell, beside plain DDP and the fastest of its methods.
+def candidates(word: str) -> list[str]:
+    """Return the arms of which a word may choose one."""
+    return [PLAIN, *(arm for arm in FIXED if word == "feedback" or arm in ROUNDING)]
 
-    Of each arm the quietest turn counts: what else the machine does only ever adds seconds.
+
+def seconds_of(turns: dict[str, list[Any]]) -> dict[str, float]:
+    """Return each arm's seconds per step: the median of its quietest turn.
+
+    What else the machine does only ever adds seconds.
     """
-    turns = cell["turns"]
-    took = {
+    return {
         arm: min(statistics.median(each["seconds"]) for each in all_turns)
         for arm, all_turns in turns.items()
     }
-    allowed = [arm for arm in FIXED if word == "feedback" or arm in ROUNDING]
-    best = min((*allowed, PLAIN), key=lambda arm: took[arm])
-    own = turns[word]
+
+
+def row_of(cell: dict[str, Any], word: str) -> dict[str, Any]:
+    """Return what a word gives in a cell, beside plain DDP and the fastest of its methods."""
+    took = seconds_of(cell["turns"])
+    best = min(candidates(word), key=lambda arm: took[arm])
+    own = cell["turns"][word]
     looking = statistics.median(each["spent"] for each in own)
     return {
         "chosen": ", ".join(dict.fromkeys(each["chosen"] for each in own)),
