@@ -2,11 +2,14 @@
 
     python benchmarks/auto.py                      # needs Linux, root and iproute2
 
-Each worker is a process in a network namespace; the links are shaped. In every cell, a link with
-a model and a number of workers, one run takes all arms by turns, several times over: plain DDP;
-each method of the menus, fixed; ``auto`` with each word. What ``auto`` takes counts from its
-decision on. What looking has cost is its own figure, in seconds that it would not have needed
-otherwise: weighing, and steps of trials that took longer than those before.
+Each worker is a process in a network namespace; the links are shaped. A cell is a link with a model
+and a number of workers. There ``auto`` trains twice with each word, until it has decided.
+What looking has cost is its own figure, in seconds that it would not have needed otherwise:
+weighing, and steps of trials that took longer than those before.
+
+Then one run takes all choices in turns of a few steps: a machine's speed moves by 10 % within
+minutes, and choices that are measured seconds apart share it. Pairs of short runs compare plain DDP
+with the uncompressed choice.
 
 All workers share this machine's cores: ratios within a cell are what counts. Every cell goes to
 ``auto_cells.json`` as soon as it is there; with equal options it is not measured again.
@@ -18,6 +21,7 @@ import argparse
 import itertools
 import json
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,7 @@ from network_methods import LIMIT, fit
 from lightning_gc import CompressedDDPStrategy
 from lightning_gc.bench.baselines import PLAIN, baseline_strategy
 from lightning_gc.bench.method_run import WARMUP_STEPS, StepTimer
-from lightning_gc.controllers import Auto
+from lightning_gc.controllers import Auto, Controller, Decision, Needs, Observation
 from lightning_gc.exchange.automatic import menu_of
 from lightning_gc.methods.text_table import markdown
 
@@ -44,13 +48,15 @@ SETTINGS: dict[str, Any] = {
     "gradient_as_bucket_view": True,
 }
 LOOKED = 90
-"""Most steps of a turn of ``auto``, which needs at most 66 to decide."""
+"""Most steps of a run of ``auto``, which needs at most 66 to decide."""
 SLOW = 100
 """10⁶ bits per second up to which a step of plain DDP takes seconds, all alike."""
-AFTER = 15
-"""Steps of a turn of ``auto`` that are measured after it has decided."""
-HOPELESS = 1.3
-"""A method that took this many times the fastest's seconds has no further turn."""
+RUNS = 2
+"""Runs of ``auto`` with each word; all of their choices count."""
+TURN, EARLY, HOPELESS = 5, 2, 1.3
+"""Steps of a turn, the first of which settles; rounds with all choices, and then only with those
+that took at most so many times the fastest's seconds."""
+UNCOMPRESSED = "uncompressed"
 
 
 def strategy_of(arm: str) -> Any:
@@ -63,11 +69,60 @@ def strategy_of(arm: str) -> Any:
     return CompressedDDPStrategy(menu.at(menu.names.index(arm) + 1), memory, **SETTINGS)
 
 
-class Course(StepTimer):
-    """Times steps; of ``auto`` also notes in which it had decided, and what looking has cost."""
+@dataclass(frozen=True)
+class Turns(Controller):
+    """Takes the choices of a menu in turns, each round from another one on.
 
-    def __init__(self) -> None:
+    Attributes:
+        names: of the choices; the last one is uncompressed.
+    """
+
+    names: tuple[str, ...]
+
+    @property
+    def needs(self) -> Needs:
+        """The seconds of each step."""
+        return Needs(seconds=True)
+
+    def every_steps(self, epoch: int) -> int:
+        """Decide after each turn; the first turns end sooner."""
+        return TURN
+
+    def init(self) -> dict[str, Any]:
+        """Begin before the first round."""
+        return {"round": -1, "left": [], "name": "", "took": {}}
+
+    def decide(self, observation: Observation, state: Any) -> tuple[Decision, Any]:
+        """Note what the last turn took, and take the next choice."""
+        took = {name: list(known) for name, known in state["took"].items()}
+        if observation.each_step[1:]:
+            took.setdefault(state["name"], []).append(statistics.median(observation.each_step[1:]))
+        left, number = list(state["left"]), state["round"]
+        if not left:
+            number += 1
+            left = list(self.names)
+            if number >= EARLY:
+                least = {name: min(known) for name, known in took.items()}
+                most = HOPELESS * min(least.values(), default=0.0)
+                left = [n for n in left if least.get(n, 0.0) <= most]
+            left = left[number % len(left) :] + left[: number % len(left)]
+        name, *left = left
+        level = None if name == UNCOMPRESSED else float(self.names.index(name) + 1)
+        new = {"round": number, "left": left, "name": name, "took": took}
+        return Decision(level, reason=f"turn of {name}"), new
+
+
+class Course(StepTimer):
+    """Times steps and notes what was in force; ends a run some steps after the decision, or rounds.
+
+    Args:
+        rounds: of ``Turns``.
+    """
+
+    def __init__(self, rounds: int = 0) -> None:
         super().__init__(lambda _: 0)
+        self.rounds = rounds
+        self.names: list[str] = []
         self.decided: int | None = None
         self.state: dict[str, Any] = {}
 
@@ -75,97 +130,105 @@ class Course(StepTimer):
         """Read the controller's state, which this batch's decision has changed."""
         control = getattr(trainer.strategy, "control_loop", None)
         if control is not None:
-            self.state = control.state
-            if self.decided is None and control.state.get("phase") == "watch":
+            self.state = state = control.state
+            self.names.append(state["name"])
+            last = self.rounds and state["round"] == self.rounds - 1 and not state["left"]
+            if self.decided is None and (state.get("phase") == "watch" or last):
                 self.decided = len(self.seconds)
-                self.steps = self.decided + 2 + AFTER  # of which two settle
+                self.steps = self.decided + TURN
         super().on_train_batch_start(trainer, *rest)
 
 
-def turn(arm: str, model: str, steps: int) -> dict[str, Any]:
-    """Train with an arm, as one of the workers; return seconds of steps, and what was chosen."""
+def train(strategy: Any, model: str, steps: int, rounds: int = 0) -> Course:
+    """Train as one of the workers."""
     torch.manual_seed(0)
     module, loader = build(model, steps, dist.get_rank() + 1)
-    course = Course()
-    fit(strategy_of(arm), module, loader, steps, [course], clip=module.clip)
-    if arm not in WORDS:
-        return {"seconds": course.seconds[WARMUP_STEPS:]}
-    after = steps if course.decided is None else course.decided + 2
+    course = Course(rounds)
+    fit(strategy, module, loader, steps, [course], clip=module.clip)
+    return course
+
+
+def look(word: str, model: str) -> dict[str, Any]:
+    """Let ``auto`` decide; return its choice, its seconds after that, and what looking has cost."""
+    course = train(strategy_of(word), model, LOOKED)
+    after = LOOKED - TURN if course.decided is None else course.decided
     spent, name = course.state["spent"], course.state["name"]
-    return {"seconds": course.seconds[after:], "chosen": name, "spent": spent, "at": after - 2}
+    taken = statistics.median(course.seconds[after + 1 :])
+    return {"chosen": name, "seconds": taken, "spent": spent, "at": after}
+
+
+def in_turns(word: str, model: str, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of a step with each choice, turn by turn."""
+    menu, memory = menu_of(word)
+    turns = Turns((*menu.names, UNCOMPRESSED))
+    strategy = CompressedDDPStrategy(menu, memory, controller=turns, **SETTINGS)
+    course = train(strategy, model, rounds * len(turns.names) * TURN, rounds)
+    found: dict[str, list[float]] = {name: [] for name in turns.names}
+    steps = list(zip(course.names, course.seconds, strict=False))
+    # Buckets are rebuilt and kernels are read in the first round, whose turns are shorter too.
+    for name, each in itertools.groupby(steps[len(turns.names) * TURN :], lambda step: step[0]):
+        taken = [seconds for _, seconds in each]
+        if len(taken) == TURN:
+            found[name].append(statistics.median(taken[1:]))
+    return found
+
+
+def compare(model: str, pairs: int, steps: int) -> list[float]:
+    """Return the seconds of uncompressed steps over plain DDP's, of pairs of short runs."""
+    found = []
+    menu, memory = menu_of("rounding")
+    for _ in range(pairs):
+        alone = Turns((UNCOMPRESSED,))
+        ours = CompressedDDPStrategy(menu, memory, controller=alone, **SETTINGS)
+        plain, other = (
+            statistics.median(train(each, model, WARMUP_STEPS + steps).seconds[WARMUP_STEPS:])
+            for each in (strategy_of(PLAIN), ours)
+        )
+        found.append(other / plain)
+    return found
 
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all arms by turns, in one worker; of plain DDP on a slow link, fewer steps."""
+    """Measure a cell, as one of the workers."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=LIMIT)
-    found: dict[str, list[Any]] = {arm: [] for arm in (PLAIN, *FIXED, *WORDS)}
-    for _ in range(options.rounds):
-        chosen = [worth_a_turn(found)]
-        dist.broadcast_object_list(chosen)
-        for arm in chosen[0]:
-            slow = arm == PLAIN and 0 < options.mbit[0] <= SLOW
-            measured = min(options.steps, 4) if slow else options.steps
-            steps = LOOKED if arm in WORDS else WARMUP_STEPS + measured
-            found[arm].append(turn(arm, options.model[0], steps))
+    (model,), slow = options.model, 0 < options.mbit[0] <= SLOW
+    found = {
+        "auto": {word: [look(word, model) for _ in range(RUNS)] for word in WORDS},
+        "turns": {word: in_turns(word, model, options.rounds) for word in WORDS},
+        "pairs": compare(model, *((1, 4) if slow else (3, 8))),
+    }
     dist.destroy_process_group()
     return found
 
 
-def worth_a_turn(turns: dict[str, list[Any]]) -> list[str]:
-    """Return the arms of the next round: all at first, then what may be a word's fastest."""
-    if not turns[PLAIN]:
-        return list(turns)
-    took = seconds_of(turns)
-    near = {
-        arm
-        for word in WORDS
-        for arm in candidates(word)
-        if took[arm] <= HOPELESS * min(took[each] for each in candidates(word))
-    }
-    return [arm for arm in turns if arm in near or arm in WORDS]
-
-
 def measure(workers: int, mbit: float, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return worker 0's turns of every arm in a cell."""
-    arguments = ["--worker", f"--rounds={options.rounds}", f"--steps={options.steps}"]
+    """Return what worker 0 has found in a cell."""
+    arguments = ["--worker", f"--rounds={options.rounds}"]
     with network(workers, Link(mbit)) as spaces:
         words = [*arguments, f"--mbit={mbit}", "--model", model]
-        answers = launch(__file__, words, spaces, timeout=3000)
-    turns: dict[str, Any] = answers[0]
-    return turns
-
-
-def candidates(word: str) -> list[str]:
-    """Return the arms of which a word may choose one."""
-    return [PLAIN, *(arm for arm in FIXED if word == "feedback" or arm in ROUNDING)]
-
-
-def seconds_of(turns: dict[str, list[Any]]) -> dict[str, float]:
-    """Return each arm's seconds per step: the median of its quietest turn.
-
-    What else the machine does only ever adds seconds.
-    """
-    return {
-        arm: min(statistics.median(each["seconds"]) for each in all_turns)
-        for arm, all_turns in turns.items()
-    }
+        answers = launch(__file__, words, spaces, timeout=6000)
+    found: dict[str, Any] = answers[0]
+    return found
 
 
 def row_of(cell: dict[str, Any], word: str) -> dict[str, Any]:
     """Return what a word gives in a cell, beside plain DDP and the fastest of its methods."""
-    took = seconds_of(cell["turns"])
-    best = min(candidates(word), key=lambda arm: took[arm])
-    own = cell["turns"][word]
-    looking = statistics.median(each["spent"] for each in own)
+    took = {name: statistics.median(taken) for name, taken in cell["turns"][word].items()}
+    took[PLAIN] = took[UNCOMPRESSED] / statistics.median(cell["pairs"])
+    runs = cell["auto"][word]
+    seconds = statistics.mean(took[each["chosen"]] for each in runs)
+    best = min(took, key=lambda name: took[name])
+    looking = statistics.median(each["spent"] for each in runs)
     return {
-        "chosen": ", ".join(dict.fromkeys(each["chosen"] for each in own)),
-        "seconds": took[word],
+        "chosen": ", ".join(dict.fromkeys(each["chosen"] for each in runs)),
+        "seconds": seconds,
+        "own": min(each["seconds"] for each in runs),
         "ddp": took[PLAIN],
         "best": best,
         "best_seconds": took[best],
-        "share": looking / (2000 * took[word]),
-        "decided": max(each["at"] for each in own),
+        "share": looking / (2000 * seconds),
+        "decided": max(each["at"] for each in runs),
     }
 
 
@@ -181,14 +244,20 @@ def page(cells: list[dict[str, Any]]) -> str:
                 [
                     f"{cell['model']}, {cell['workers']} workers, {Link(cell['mbit'])}",
                     *(word, row["chosen"]),
-                    *(f"{row[each]:.3f}" for each in ("ddp", "seconds")),
+                    *(f"{row[each]:.3f}" for each in ("ddp", "seconds", "own")),
                     f"{row['best']}, {row['best_seconds']:.3f}",
                     *(f"{of_best:.2f}", f"{of_ddp:.2f}"),
                     *(f"{row['share']:.2%}", str(row["decided"])),
                 ]
             )
-    head = ["cell", "permitted", "chosen", "plain DDP", "auto", "fastest fixed method"]
-    head += ["auto / fastest", "auto / DDP", "looking, of 2,000 steps", "decided after"]
+    head = ["cell", "permitted", "chosen", "plain DDP", "auto's choice", "in auto's run"]
+    head += [
+        "fastest fixed method",
+        "auto / fastest",
+        "auto / DDP",
+        "looking, of 2,000 steps",
+        "decided after",
+    ]
     return (
         f"{markdown(head, rows)}\nWithin 5 % of the fastest: {near} of {len(rows)}. More than 3 % "
         f"above plain DDP: {slower}.\n"
@@ -202,8 +271,7 @@ def parse() -> argparse.Namespace:
     add("--workers", type=int, nargs="+", default=[2, 4], help="how many, one number or several")
     add("--mbit", type=float, nargs="+", default=[100, 1000, 10_000, 0], help="0: unlimited")
     add("--model", nargs="+", choices=MODELS, default=["lstm8", "gpt", "resnet18"])
-    add("--rounds", type=int, default=3, help="turns of each arm")
-    add("--steps", type=int, default=10, help="measured steps of a turn")
+    add("--rounds", type=int, default=8, help="turns of each choice")
     add("--out", type=Path, default=dated_page.RESULTS, help="folder of the dated files")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -222,10 +290,10 @@ def main() -> None:
     wanted = []
     for workers, model, mbit in itertools.product(options.workers, options.model, options.mbit):
         cell = {"workers": workers, "mbit": mbit, "model": model}
-        cell |= {"rounds": options.rounds, "steps": options.steps}
+        cell |= {"rounds": options.rounds}
         found = next((each for each in known if cell.items() <= each.items()), None)
         if found is None:
-            found = cell | {"turns": measure(workers, mbit, model, options)}
+            found = cell | measure(workers, mbit, model, options)
             known.append(found)
             path.write_text(json.dumps(known))
             dated_page.say(page([found]))
