@@ -16,7 +16,7 @@ from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Range, Space
-from lightning_gc.core.registry import did_you_mean, make
+from lightning_gc.core.registry import did_you_mean, make, required_fields
 from lightning_gc.core.search_space import check_field, merge
 from lightning_gc.core.settings import Settings
 from lightning_gc.engine.compatibility import combine
@@ -148,6 +148,17 @@ class Method(Settings):
         """Search space of the memory."""
         given = isinstance(self.memory, Memory)
         return merge(() if given else self._base_memory().space, self.memory_space)
+
+    def untuned(self) -> dict[str, Any]:
+        """Return what the tuned fields are without tuning, by their names in a study."""
+        cls, memory = self.compressor_class, self._base_memory()
+        rounds = self.rounds or RoundPlan()
+        found = {ROUNDS_PREFIX + e.field: getattr(rounds, e.field) for e in self.rounds_space}
+        found |= {MEMORY_PREFIX + e.field: getattr(memory, e.field) for e in self.tuned_memory}
+        if required_fields(cls) <= set(self.fixed):
+            plain = cls(**{name: value for name, value in self.fixed.items() if name != LEVEL})
+            found |= {PREFIX + e.field: getattr(plain, e.field) for e in self.tuned}
+        return found
 
     def make_compressor(self, tuned: Mapping[str, Any]) -> Compressor:
         """Return the compressor with its fixed fields and these values of its tuned ones."""

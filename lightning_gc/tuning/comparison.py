@@ -179,7 +179,10 @@ def tune(
     wanted = _unique(methods)
     storage = open_storage(storage)
     # All of them before the first trial, which may take a day.
-    studies = {method.name: open_study(experiment, method, storage) for method in wanted}
+    dense = open_study(experiment, wanted[0], storage)
+    studies = {DENSE: dense}
+    for method in wanted[1:]:
+        studies[method.name] = open_study(experiment, method, storage, dense)
     detector = FailureDetector()
     idle, due = time.monotonic(), notices.FIRST  # since when; after how many seconds to say so
     with interrupt_check() as check:

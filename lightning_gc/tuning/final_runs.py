@@ -17,7 +17,7 @@ from lightning_gc.methods.parameter_space import PREFIXES
 from lightning_gc.tuning.early_stopping import EarlyStopping, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.failure_detector import FailureDetector, has_room, heartbeat, owner
-from lightning_gc.tuning.studies import best_trial
+from lightning_gc.tuning.studies import best_trial, hyper_parameters
 from lightning_gc.tuning.trial import TrialError, train
 
 TUNED, TRANSFERRED = "tuned", "dense_hyper_parameters"
@@ -87,14 +87,14 @@ def _planned(
     experiment: Experiment, method: Method, study: optuna.Study, dense: optuna.Study
 ) -> Iterator[tuple[str, str, Mapping[str, Any], int]]:
     """Yield ``(key, source, hyper-parameters, seed)`` of each final run of a method."""
-    winner, baseline = best_trial(study), best_trial(dense)
+    winner = best_trial(study)
     if winner is None:
         return
     runs = [(_prefix(TUNED, study), TUNED, winner.params)]
-    if method.name != DENSE and baseline is not None:
-        shared = {n: v for n, v in baseline.params.items() if not n.startswith(PREFIXES)}
+    if method.name != DENSE and best_trial(dense) is not None:
         own = {n: v for n, v in winner.params.items() if n.startswith(PREFIXES)}
-        runs.append((_prefix(TRANSFERRED, study, dense), TRANSFERRED, shared | own))
+        moved = hyper_parameters(dense) | own
+        runs.append((_prefix(TRANSFERRED, study, dense), TRANSFERRED, moved))
     for prefix, source, params in runs:
         for seed in experiment.seeds:
             yield f"{prefix}{seed}", source, params, seed

@@ -21,7 +21,17 @@ from lightning_gc.compressors import COMPRESSORS
 from lightning_gc.methods import plot_style, text_table
 from lightning_gc.methods.method import DENSE
 from lightning_gc.tuning.journal import open_storage
-from lightning_gc.tuning.tables import TOP, Row, Studies, Table, is_log, rules_of, sizes_of, tables
+from lightning_gc.tuning.tables import (
+    TOP,
+    Row,
+    Studies,
+    Table,
+    is_log,
+    rules_of,
+    sizes_of,
+    slowdown,
+    tables,
+)
 
 _SECTIONS = {
     "results": (
@@ -32,7 +42,8 @@ _SECTIONS = {
     ),
     "transfer": (
         "Tuned, or with the dense winner's hyper-parameters",
-        "The gain from tuning each method by itself.",
+        "Mean and deviation of the test metric over seeds. If a method does worse with its own "
+        "hyper-parameters than with the dense winner's, its study has not been tuned to its end.",
     ),
     "winners": (
         "Best hyper-parameters",
@@ -48,7 +59,11 @@ _SECTIONS = {
         f"The best trials of each study: up to {TOP}, or a third of the complete ones. The star is "
         "the winner.",
     ),
-    "seconds_per_step": ("Seconds per step", "Wall-clock seconds of one worker in the best trial."),
+    "seconds": (
+        "Seconds per step",
+        "Not compared, because the runs of a study are made at different times, and a machine gets "
+        "busy.{} lightning-gc bench measures methods in turns, from the same file.",
+    ),
     "cpu_seconds": (
         "CPU time per epoch",
         "CPU time of one worker for an epoch of training, with compression. Mean over the epochs "
@@ -66,6 +81,11 @@ _SECTIONS = {
     ),
 }
 """Table or plot -> heading and text of its section. Values of a parameter begin with ``tuned_``."""
+MOVED = "test_with_dense_hyper_parameters"
+TRIALS, SEEDS = 10, 3
+"""Fewest trials and seeds of method and dense that allow a verdict."""
+BUSY = 1.2
+"""Ratio of seconds per CPU second of two runs, from which the report says it."""
 _ALONE = (
     " With one worker nothing is sent. Encoded bytes are the bytes that it would send: the "
     "gradients' payloads and uncompressed tensors, without lengths and further rounds. The "
@@ -141,7 +161,7 @@ def write(out: Path, experiment: str, studies: Studies) -> list[Path]:
     """Write the files of ``report`` and return their paths."""
     found = tables(studies)
     drawn = plots(studies, found)
-    sections = _sections(found, drawn, sizes_of(studies))
+    sections = _sections(found, drawn, sizes_of(studies), slowdown(studies))
     page = out / "report.html"
     files = {page: _page(experiment, studies, sections, drawn).encode()}
     files[out / "report.md"] = _markdown(experiment, studies, sections).encode()
@@ -175,7 +195,7 @@ def results_text(studies: Studies, width: int) -> str:
             row["method"],
             _cell(row["validation"]),
             _with_spread(row, "test"),
-            _with_spread(row, "test_with_dense_hyper_parameters"),
+            _with_spread(row, MOVED),
             _cell(row[size]),
             ", ".join(values.get(row["method"], [])),
         ]
@@ -190,7 +210,9 @@ def findings(studies: Studies, results: Table) -> list[str]:
     """Return a sentence for each compressed method: its result compared with dense's, its bytes.
 
     A difference is "more than the spread" if it exceeds ``sqrt(s² + d²)``, for the standard
-    deviations of method and dense over seeds, and two standard errors.
+    deviations of method and dense over seeds, and two standard errors. A method that does worse
+    than with dense's hyper-parameters, by more than the spread, is not tuned to its end. Fewer than
+    ``TRIALS`` trials or ``SEEDS`` seeds give no verdict.
 
     Args:
         studies: of the experiment.
@@ -198,14 +220,15 @@ def findings(studies: Studies, results: Table) -> list[str]:
     """
     size, _ = sizes_of(studies)
     rows = {row["method"]: row for row in results.rows}
+    sign = 1 if rules_of(studies)["mode"] == "min" else -1
     return [
-        f"{name} {_ending(row, rows.get(DENSE))}{_saving(row[size], size)}."
+        f"{name} {_ending(row, rows.get(DENSE), sign)}{_saving(row[size], size)}."
         for name, row in rows.items()
         if name != DENSE
     ]
 
 
-def _ending(row: Row, dense: Row | None) -> str:
+def _ending(row: Row, dense: Row | None, sign: int) -> str:
     if row["validation"] is None:
         return "has no result, because no trial has completed within its budget"
     if dense is None or dense["validation"] is None:
@@ -215,24 +238,43 @@ def _ending(row: Row, dense: Row | None) -> str:
             return "diverged in a final run"
         return "cannot be compared, because dense diverged in a final run"
     if row["test"] is None or dense["test"] is None:
-        return f"{_apart(row, dense, 'validation')} in its best trial, without final runs"
-    spreads, seeds = (row["test_spread"], dense["test_spread"]), min(row["seeds"], dense["seeds"])
-    if None in spreads:
-        return f"{_apart(row, dense, 'test')} with one seed, so the spread is unknown"
-    least = math.hypot(*spreads) * max(1.0, 2 / math.sqrt(seeds))
-    if abs(row["test"] - dense["test"]) <= least:
+        own, other = _cell(row["validation"]), _cell(dense["validation"])
+        return f"ends at {own} in its best trial, dense at {other} (no verdict without final runs)"
+    moved, seeds = row[MOVED], min(row["seeds"], dense["seeds"])
+    if isinstance(moved, float | int):
+        noise = _noise(row["test_spread"], row[f"{MOVED}_spread"], row["seeds"])
+        if sign * (row["test"] - moved) > noise:
+            both = f"{_cell(row['test'])} tuned, {_cell(moved)} with dense's hyper-parameters"
+            return f"is not tuned to its end: it needs more trials ({both})"
+    trials = min(each["complete"] + each["pruned"] + each["failed"] for each in (row, dense))
+    if trials < TRIALS or seeds < SEEDS:
+        values = f"{_with_spread(row, 'test')}, dense at {_with_spread(dense, 'test')}"
+        few = f"{trials} trials and {_counted(seeds, 'seed')}; {TRIALS} and {SEEDS} are needed"
+        return f"ends at {values} (no verdict from {few})"
+    noise = _noise(row["test_spread"], dense["test_spread"], seeds)
+    if abs(row["test"] - dense["test"]) <= noise:
         return f"ends within the spread of dense over {seeds} seeds"
-    return f"{_apart(row, dense, 'test')}, more than the spread over {seeds} seeds"
+    apart = _apart(row["test"], dense["test"], noise)
+    return f"ends {apart}, more than the spread over {seeds} seeds"
 
 
-def _apart(row: Row, dense: Row, column: str) -> str:
-    """Return how far a method's mean is from dense's."""
-    value, reference = float(row[column]), float(dense[column])
-    if value == reference:
-        return "ends equal to dense"
-    difference = abs(value - reference)
-    amount = f"{100 * difference / abs(reference):.2g} %" if reference else f"{difference:.3g}"
-    return f"ends {amount} {'above' if value > reference else 'below'} dense"
+def _noise(spread: float | None, other: float | None, seeds: int) -> float:
+    """Return the least difference of two means over seeds that counts; 0 for one seed."""
+    return math.hypot(spread or 0.0, other or 0.0) * max(1.0, 2 / math.sqrt(seeds))
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _apart(value: float, dense: float, noise: float) -> str:
+    """Return how far a mean is from dense's: as a share, a factor, or near zero a difference."""
+    side = "above" if value > dense else "below"
+    if value * dense <= 0 or abs(dense) < 3 * noise:
+        return f"{abs(value - dense):.3g} {side} dense ({_cell(value)} against {_cell(dense)})"
+    if abs(value) > 2 * abs(dense):
+        return f"at {value / dense:.3g} times dense's {_cell(dense)}"
+    return f"{100 * abs(value / dense - 1):.2g} % {side} dense"
 
 
 def _saving(ratio: float | None, size: str) -> str:
@@ -263,7 +305,10 @@ def file_name(name: str) -> str:
 
 
 def _sections(
-    found: dict[str, Table], drawn: dict[str, bytes], sizes: tuple[str, str]
+    found: dict[str, Table],
+    drawn: dict[str, bytes],
+    sizes: tuple[str, str],
+    slower: float | None,
 ) -> list[Section]:
     def section(name: str, table: Table | None = None, plot: str | None = None) -> Section:
         parameter = name.removeprefix("tuned_")
@@ -274,7 +319,14 @@ def _sections(
     winners = section("winners", found["winners"])
     first = [section("transfer", plot="transfer")] if "transfer" in drawn else []
     others = [section(name, plot=name) for name in drawn if name != "transfer"]
-    return [results, *first, winners, *others]
+    return [results, *first, winners, *others, _seconds(slower)]
+
+
+def _seconds(slower: float | None) -> Section:
+    """Return the section that says why wall-clock seconds are not compared."""
+    title, text = _SECTIONS["seconds"]
+    times = f" Here one run took {slower or 1:.2g} times as long as another for the same CPU time."
+    return Section(title, text.format(times if slower is not None and slower >= BUSY else ""))
 
 
 def _summary(results: Table, sizes: tuple[str, str]) -> Table:
@@ -284,7 +336,7 @@ def _summary(results: Table, sizes: tuple[str, str]) -> Table:
             "method": row["method"],
             "validation": row["validation"],
             "test": _with_spread(row, "test"),
-            "with_dense's": _with_spread(row, "test_with_dense_hyper_parameters"),
+            "with_dense's": _with_spread(row, MOVED),
             "seeds": row["seeds"],
             **{size: row.get(size) for size in sizes},
             "epochs": row.get("epochs"),
@@ -387,7 +439,6 @@ def plots(studies: Studies, tables: dict[str, Table]) -> dict[str, bytes]:
             found[f"tuned_{parameter}"] = _svg(
                 _spreads, chosen, column="value", label=parameter, log=log
             )
-    draw("seconds_per_step", "seconds_per_step", _stacks)
     draw(
         "cpu_seconds", "cpu_seconds", _spreads, column="cpu_seconds", label="CPU seconds per epoch"
     )
@@ -463,10 +514,9 @@ def _scatter(axes: Axes, rows: tuple[Row, ...], metric: str, ratio: str) -> None
 
 def _transfer(axes: Axes, rows: tuple[Row, ...]) -> None:
     """Draw each method twice: tuned, and with dense's hyper-parameters."""
-    key = "test_with_dense_hyper_parameters"
     _name_rows(axes, [row["method"] for row in rows])
     looks = zip(plot_style.SERIES, plot_style.MARKERS, strict=True)
-    for offset, column, label in ((-0.14, "test", "tuned"), (0.14, key, "dense's")):
+    for offset, column, label in ((-0.14, "test", "tuned"), (0.14, MOVED, "dense's")):
         known = [(i, r) for i, r in enumerate(rows) if isinstance(r[column], int | float)]
         colour, marker = next(looks)
         axes.errorbar(
@@ -498,23 +548,6 @@ def _spreads(axes: Axes, rows: Iterable[Row], column: str, label: str, log: bool
     axes.set_xlabel(f"{label}, best trials")
     if log:
         plot_style.plain_log(axes.xaxis)
-
-
-def _stacks(axes: Axes, rows: tuple[Row, ...]) -> None:
-    left = [0.0] * len(rows)
-    _name_rows(axes, [row["method"] for row in rows])
-    estimated = any(row["estimated"] for row in rows)
-    for part in ("computation", "compression", "communication"):
-        widths = [1000 * row[part] for row in rows]
-        label = f"{part}, estimated" if part == "communication" and estimated else part
-        axes.barh(range(len(rows)), widths, left=left, label=label, color=plot_style.PHASES[part])
-        left = [low + high for low, high in zip(left, widths, strict=True)]
-    for row in rows:
-        if row["method"] == DENSE:
-            axes.axvline(
-                1000 * row["computation"], color=plot_style.INK, ls="--", lw=1, label="no network"
-            )
-    axes.set_xlabel("milliseconds per step and worker")
 
 
 def _curves(axes: Axes, rows: tuple[Row, ...], metric: str) -> None:

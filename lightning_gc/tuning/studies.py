@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage
@@ -14,14 +15,27 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_gc.core.registry import given_fields, path_of
 from lightning_gc.methods.method import Method
-from lightning_gc.methods.parameter_space import as_json
+from lightning_gc.methods.parameter_space import PREFIXES, as_json
 from lightning_gc.tuning.experiment import Experiment
+from lightning_gc.tuning.failure_detector import counts
 
 RULES = "rules"
 
 
-def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> optuna.Study:
+def open_study(
+    experiment: Experiment,
+    method: Method,
+    storage: BaseStorage,
+    dense: optuna.Study | None = None,
+) -> optuna.Study:
     """Return the study of a method; create it if it is missing.
+
+    Args:
+        experiment: the rules.
+        method: how gradients are exchanged.
+        storage: of the study.
+        dense: the baseline's study. Its winner's hyper-parameters are the first trial's, with the
+            method's own fields at their defaults.
 
     Raises:
         ValueError: the study exists with other rules.
@@ -35,7 +49,12 @@ def open_study(experiment: Experiment, method: Method, storage: BaseStorage) -> 
         study_name=name,
         storage=storage,
         directions=[direction, minimize] if pareto else [direction],
-        sampler=PerTrialSampler(experiment.sampler, experiment.seed, pareto),
+        sampler=PerTrialSampler(
+            experiment.sampler,
+            experiment.seed,
+            pareto,
+            lambda: {} if dense is None else hyper_parameters(dense) | method.untuned(),
+        ),
         pruner=NopPruner() if experiment.pruner == "none" else pruner,
         load_if_exists=True,
     )
@@ -62,11 +81,20 @@ class PerTrialSampler(BaseSampler):
         kind: ``"random"`` or ``"tpe"``.
         seed: of all draws.
         pareto: whether there are several objectives.
+        candidate: returns values of the first trial that counts, as far as they are in their
+            ranges; other values are drawn.
     """
 
-    def __init__(self, kind: str, seed: int, pareto: bool) -> None:
+    def __init__(
+        self,
+        kind: str,
+        seed: int,
+        pareto: bool,
+        candidate: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
         self._kind, self._seed, self._pareto = kind, seed, pareto
-        self._sampler = self._make(0)
+        self._sampler, self._candidate = self._make(0), candidate
+        self._given: Mapping[str, Any] = {}
 
     def _make(self, seed: int) -> BaseSampler:
         if self._kind == "random":
@@ -74,7 +102,9 @@ class PerTrialSampler(BaseSampler):
         return TPESampler(seed=seed, multivariate=not self._pareto, constant_liar=True)
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Seed the sampler for this trial."""
+        """Seed the sampler for this trial; the first one that counts is the candidate."""
+        before = (t for t in study.get_trials(deepcopy=False) if t.number < trial.number)
+        self._given = {} if any(map(counts, before)) else self._candidate()
         text = f"{self._seed} {study.study_name} {trial.number}".encode()
         digest = hashlib.sha256(text).digest()
         self._sampler = self._make(int.from_bytes(digest[:4], "big"))
@@ -82,8 +112,28 @@ class PerTrialSampler(BaseSampler):
 
     infer_relative_search_space = _of_the_sampler("infer_relative_search_space")
     sample_relative = _of_the_sampler("sample_relative")
-    sample_independent = _of_the_sampler("sample_independent")
     after_trial = _of_the_sampler("after_trial")
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, name: str, distribution: BaseDistribution
+    ) -> Any:
+        """Return the candidate's value if it is in the range, else a drawn one."""
+        drawn = self._sampler.sample_independent(study, trial, name, distribution)
+        given = self._given.get(name)
+        return given if given is not None and _within(given, distribution) else drawn
+
+
+def _within(value: Any, distribution: Any) -> bool:
+    if isinstance(distribution, CategoricalDistribution):
+        return value in distribution.choices
+    return isinstance(value, int | float) and distribution.low <= value <= distribution.high
+
+
+def hyper_parameters(dense: optuna.Study) -> dict[str, Any]:
+    """Return the hyper-parameters of the baseline's best trial so far, without the method's own."""
+    best = best_trial(dense)
+    found = {} if best is None else best.params
+    return {name: value for name, value in found.items() if not name.startswith(PREFIXES)}
 
 
 def best_trial(study: optuna.Study) -> FrozenTrial | None:

@@ -73,7 +73,6 @@ def tables(studies: Studies) -> dict[str, Table]:
         "winners": (_winners, "method parameter value dense_value"),
         "metric_against_ratio": (_scatter, _SCATTER),
         "tuned_parameters": (_parameters, "method parameter trial value"),
-        "seconds_per_step": (_seconds, "method computation compression communication estimated"),
         "cpu_seconds": (_cpu_seconds, "method trial cpu_seconds"),
         "convergence": (_convergence, "method epoch metric"),
         "epochs_to_converge": (_epochs, "method trial best_epoch epochs"),
@@ -194,15 +193,15 @@ def _parameters(studies: Studies) -> Cells:
             yield name, parameter, trial.number, value
 
 
-def _seconds(studies: Studies) -> Cells:
-    for name, best in _best(studies).items():
-        spent = best.user_attrs.get("per_step", {})
-        if spent:
-            compressing = spent.get("compress_seconds", 0.0) + spent.get("decode_seconds", 0.0)
-            estimated = "communication_seconds_estimated" in spent
-            sent = "communication_seconds_estimated" if estimated else "communicate_seconds"
-            computing, sending = spent.get("compute_seconds", 0.0), spent.get(sent, 0.0)
-            yield name, computing, compressing, sending, estimated
+def slowdown(studies: Studies) -> float | None:
+    """Return how many times as long a CPU second took in the busiest winner as in the quietest."""
+    known = [best.user_attrs for best in _best(studies).values()]
+    rates = [
+        sum(each["epoch_seconds"]) / sum(each["epoch_cpu_seconds"])
+        for each in known
+        if sum(each.get("epoch_seconds", ())) and sum(each.get("epoch_cpu_seconds", ()))
+    ]
+    return max(rates) / min(rates) if len(rates) > 1 else None
 
 
 def _cpu_seconds(studies: Studies) -> Cells:

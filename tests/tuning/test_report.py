@@ -13,23 +13,41 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from lightning_gc.tuning import open_storage, report
+from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED
 from lightning_gc.tuning.report import find_studies, findings
 from lightning_gc.tuning.studies import RULES
 from lightning_gc.tuning.tables import Table, tables
 
 TABLES = [
     *("results", "winners", "metric_against_ratio", "tuned_parameters"),
-    *("seconds_per_step", "cpu_seconds", "convergence", "epochs_to_converge", "importance"),
+    *("cpu_seconds", "convergence", "epochs_to_converge", "importance"),
 ]
 PLOTS = [
     *("metric_against_ratio", "transfer", "tuned_learning_rate", "tuned_compressor.density"),
-    *("seconds_per_step", "cpu_seconds", "convergence", "epochs_to_converge", "importance"),
+    *("cpu_seconds", "convergence", "epochs_to_converge", "importance"),
 ]
 
 
 def add_study(
-    storage: BaseStorage, name: str, ratio: float, best_rate: float, seeds: Sequence[int] = (0, 1)
+    storage: BaseStorage,
+    name: str,
+    ratio: float,
+    best_rate: float,
+    seeds: Sequence[int] = (0, 1),
+    moved: float = 10,
+    busy: float = 1.0,
 ) -> None:
+    """Add a study of ten trials, with final runs.
+
+    Args:
+        storage: of all studies.
+        name: of the method.
+        ratio: of bytes.
+        best_rate: the learning rate with the lowest perplexity.
+        seeds: of final runs.
+        moved: how much higher the perplexity is with dense's hyper-parameters.
+        busy: seconds for each CPU second.
+    """
     study = optuna.create_study(study_name=f"made_up/{name}", storage=storage)
     study.set_user_attr(RULES, {"metric": "perplexity", "mode": "min", "workers": 4})
     trials = 10
@@ -45,12 +63,7 @@ def add_study(
             "best_epoch": 2,
             "epochs": 3,
             "epoch_cpu_seconds": [1.0 + i, 2.0 + i, 3.0 + i],
-            "per_step": {
-                "compute_seconds": 0.01,
-                "compress_seconds": 0.002,
-                "decode_seconds": 0.001,
-                "communication_seconds_estimated": 0.02 / ratio,
-            },
+            "epoch_seconds": [busy * (second + i) for second in (1.0, 2.0, 3.0)],
         }
         for key, value in attrs.items():
             trial.set_user_attr(key, value)
@@ -60,13 +73,14 @@ def add_study(
         trial.set_user_attr(key, "diverged")
         study.tell(trial, state=state)
     winner, baseline = study.best_trial.number, _dense_winner(storage)
-    for seed, off in itertools.product(seeds, (0, 10)):
-        source = "dense_hyper_parameters" if off else "tuned"
+    for seed, source in itertools.product(seeds, (TUNED, TRANSFERRED)):
+        off = source == TRANSFERRED
         if off and name == "dense":
             continue
         key = f"final/{source}/{winner}{f'-{baseline}' if off else ''}/{seed}"
         record = {"source": source, "seed": seed, "diverged": False, "params": {}}
-        study.set_user_attr(key, record | {"validation": 90.0, "test": 100.0 + off + seed})
+        test = 100.0 + seed + (moved if off else 0)
+        study.set_user_attr(key, record | {"validation": 90.0, "test": test})
 
 
 def _dense_winner(storage: BaseStorage) -> int:
@@ -154,9 +168,6 @@ def test_tables_say_what_the_studies_know(storage: BaseStorage, tmp_path: Path) 
     assert front
     assert all((a[0] < b[0]) == (a[1] < b[1]) for a, b in itertools.pairwise(sorted(front)))
     assert len(rows(tmp_path, "tuned_parameters")) == 3 + 6  # a third of ten, and two parameters
-    seconds = {row["method"]: row for row in rows(tmp_path, "seconds_per_step")}
-    assert float(seconds["topk"]["communication"]) == pytest.approx(0.02 / 50)
-    assert float(seconds["dense"]["compression"]) == pytest.approx(0.003)
     spent = [row for row in rows(tmp_path, "cpu_seconds") if row["method"] == "topk"]
     assert [row["cpu_seconds"] for row in spent] == [f"{2.0 + int(r['trial'])}" for r in spent]
     assert len(spent) == 3
@@ -214,12 +225,47 @@ def test_headings_are_written_not_generated(storage: BaseStorage, tmp_path: Path
     assert "CPU time per epoch" in found
     assert "Best values of learning_rate" in found
     assert "Best values of compressor.density" in found
-    assert page.index("topk ends within the spread of dense") < page.index("<h2>Results</h2>")
+    assert page.index("topk ends at") < page.index("<h2>Results</h2>")
+
+
+def test_a_study_in_which_tuning_lost_says_so(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path / "study.journal")
+    add_study(storage, "dense", 1.0, 20.0, seeds=(0, 1, 2))
+    add_study(storage, "topk", 50.0, 10.0, seeds=(0, 1, 2), moved=-60)
+    report(storage, tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    own = "it needs more trials (101 tuned, 41 with dense&#x27;s hyper-parameters)"
+    assert f"topk is not tuned to its end: {own}, at 50" in page
+    assert "its study has not been tuned to its end" in page  # above the picture
+    assert "gain" not in page
+
+
+@pytest.mark.parametrize(
+    ("busy", "said"), [(1.0, False), (3.0, True)], ids=["as before", "got busy in the middle"]
+)
+def test_seconds_of_runs_at_different_times_are_not_compared(
+    tmp_path: Path, busy: float, said: bool
+) -> None:
+    storage = open_storage(tmp_path / "study.journal")
+    add_study(storage, "dense", 1.0, 20.0)
+    add_study(storage, "topk", 50.0, 10.0, busy=busy)
+    report(storage, tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "## Seconds per step\n\nNot compared, because the runs" in text
+    assert ("one run took 3 times as long as another for the same CPU time" in text) == said
+    assert "lightning-gc bench measures methods in turns" in text
 
 
 def result(test: Any, spread: float | None = 1.0, seeds: int = 3, **changes: Any) -> dict[str, Any]:
     row = {"validation": 90.0, "test": test, "test_spread": spread, "seeds": seeds, "ratio": 50.0}
-    return row | changes
+    row |= {"complete": 8, "pruned": 3, "failed": 1}
+    moved = {"test_with_dense_hyper_parameters": test, "test_with_dense_hyper_parameters_spread": 1}
+    return row | moved | changes
+
+
+def moved(test: Any, spread: float = 1.0) -> dict[str, Any]:
+    key = "test_with_dense_hyper_parameters"
+    return {key: test, f"{key}_spread": spread}
 
 
 @pytest.mark.parametrize(
@@ -231,9 +277,19 @@ def result(test: Any, spread: float | None = 1.0, seeds: int = 3, **changes: Any
         (result(100.0), result(101.5, seeds=9), "ends within"),  # three seeds of dense
         (result(100.0, seeds=9), result(101.5, seeds=9), "ends 1.5 % above dense, more than"),
         (result(100.0), result(50.0), "ends 50 % below dense, more than"),
-        (result(0.0), result(5.0), "ends 5 above dense, more than"),
-        (result(100.0, None, 1), result(101.0, None, 1), "ends 1 % above dense with one seed, so"),
-        (result(None, None, 0), result(None, None, 0), "ends equal to dense in its best trial"),
+        (result(100.0), result(300.0), "ends at 3 times dense's 100, more than"),
+        (result(0.0), result(5.0), "ends 5 above dense (5 against 0), more than"),
+        # Near zero: a share of dense's would be of its noise.
+        (result(0.5), result(9.0), "ends 8.5 above dense (9 against 0.5), more than"),
+        (result(-0.5), result(9.0), "ends 9.5 above dense (9 against -0.5), more than"),
+        (result(100.0, None, 1), result(101.0, None, 1), "ends at 101, dense at 100 (no verdict"),
+        (result(100.0, None, 1), result(101.0, None, 1), "from 12 trials and 1 seed; 10 and 3 are"),
+        (result(100.0), result(50.0, complete=1, pruned=1), "no verdict from 3 trials and 3 seeds"),
+        (result(None, None, 0), result(None, None, 0), "ends at 90 in its best trial, dense at 90"),
+        (result(100.0), result(103.0, **moved(90.0)), "its end: it needs more trials (103 tuned,"),
+        (result(100.0), result(103.0, **moved(102.0)), "ends 3 % above dense"),  # by its spread
+        (result(100.0), result(103.0, **moved("diverged")), "ends 3 % above dense"),
+        (result(100.0), result(103.0, **moved(90.0), complete=1), "is not tuned to its end"),
         (result(100.0), result("diverged", None), "diverged in a final run"),
         (result("diverged", None), result(100.0), "cannot be compared, because dense diverged"),
         (result(100.0, validation=None), result(100.0), "cannot be compared, because dense has"),
