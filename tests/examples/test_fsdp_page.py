@@ -1,4 +1,4 @@
-"""The table of the page "FSDP" is what the example's transformer sends, and how it trains."""
+"""The page "Speed" shows of FSDP what the example's transformer sends, and how it trains."""
 
 import re
 import runpy
@@ -48,7 +48,7 @@ def measured(rank: int) -> dict[str, tuple[str, str, float]]:
 
 def test_the_table_is_what_was_measured() -> None:
     """Bytes to the last one; losses are one machine's."""
-    expected = ROW.findall((ROOT / "docs" / "fsdp.md").read_text())
+    expected = ROW.findall((ROOT / "docs" / "measurements.md").read_text())
     found, _ = run_in_processes(measured, 2, timeout=300)
     assert {name for name, *_ in expected} == set(found)
     for name, sent, ratio, loss in expected:

@@ -14,7 +14,7 @@ from tests.support.processes import run_in_processes
 
 pytestmark = [pytest.mark.processes, pytest.mark.nightly, pytest.mark.timeout(700)]
 ROOT = Path(__file__).parents[2]
-EXAMPLE, PAGE = ROOT / "examples" / "sharded.py", ROOT / "docs" / "fsdp.md"
+EXAMPLE, PAGE = ROOT / "examples" / "sharded.py", ROOT / "docs" / "hsdp.md"
 COMMAND = re.compile(r"^torchrun --nproc-per-node (\d) examples/sharded.py (.*)$", re.M)
 PRINTED = re.compile(r"^step (\d+); loss ([\d.]+); .*: 1/([\d.]+) of", re.M)
 
