@@ -168,7 +168,7 @@ def test_which_compressor(tmp_path: Path) -> None:
             timeout=220,
             check=True,
         )
-    page = (PAGES / "tune.md").read_text()
+    page = (PAGES / "reports.md").read_text()
     table = page.partition("<!-- report -->\n")[2].partition("<!-- /report -->")[0]
     expected = [line.split("|") for line in table.splitlines()]
     assert len(expected) == 7
@@ -179,7 +179,9 @@ def test_which_compressor(tmp_path: Path) -> None:
         assert [found[1], *found[6:8]] == [row[1], *row[6:8]]  # method, ratio and wire bytes
 
 
-@pytest.mark.parametrize("page", ["tutorials/slow-link.md", "controllers.md", "tune.md"])
+@pytest.mark.parametrize(
+    "page", ["tutorials/slow-link.md", "controllers.md", "tune.md", "reports.md"]
+)
 def test_pages_say_that_losses_depend_on_the_python_version(page: str) -> None:
     """The text that the programs train on is the documentation that comes with Python."""
     assert "Python version" in " ".join((PAGES / page).read_text().split())

@@ -61,7 +61,7 @@ WITH_CODE = [p for p in PAGES if scripts(p)]
 LONG = (
     "write-a-compressor.md",  # all contracts; test_new_compressor.py has such a method by day
     "kinds-of-training.md",  # torch.compile; unused and frozen parameters are in tests/processes
-    "tune.md",  # studies; tests/tuning has studies by day
+    "own-study.md",  # studies; tests/tuning has studies by day
 )
 each_page = pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: p.name)
 
@@ -104,7 +104,7 @@ def start(name: str, folder: Path) -> None:
 @pytest.mark.processes
 def test_a_study_of_the_other_flavour(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    for name, code in scripts(ROOT / "docs" / "tune.md").items():
+    for name, code in scripts(ROOT / "docs" / "own-study.md").items():
         (tmp_path / name).write_text(
             code.replace("from pytorch_lightning", "from lightning.pytorch")
         )
