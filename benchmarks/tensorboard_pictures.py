@@ -1,4 +1,4 @@
-"""Take the pictures of TensorBoard in docs/controllers.md, on light and on dark.
+"""Take the pictures of TensorBoard in docs/tensorboard.md, on light and on dark.
 
     cd examples/tutorials && python controller.py && tensorboard --logdir runs --port 6006
     python benchmarks/tensorboard_pictures.py
