@@ -164,12 +164,13 @@ def in_turns(word: str, model: str, rounds: int) -> dict[str, list[float]]:
     strategy = CompressedDDPStrategy(menu, memory, controller=turns, **SETTINGS)
     course = train(strategy, model, rounds * len(turns.names) * TURN, rounds)
     found: dict[str, list[float]] = {name: [] for name in turns.names}
-    steps = list(zip(course.names, course.seconds, strict=False))
-    # Buckets are rebuilt and kernels are read in the first round, whose turns are shorter too.
-    for name, each in itertools.groupby(steps[len(turns.names) * TURN :], lambda step: step[0]):
-        taken = [seconds for _, seconds in each]
-        if len(taken) == TURN:
-            found[name].append(statistics.median(taken[1:]))
+    steps = zip(course.names, course.seconds, strict=False)
+    groups = [
+        (n, [s for _, s in each]) for n, each in itertools.groupby(steps, lambda step: step[0])
+    ]
+    # Buckets are rebuilt and kernels are read in the first round. A step before it has no choice.
+    for name, taken in groups[len(turns.names) + 1 :]:
+        found[name].append(statistics.median(taken[1:]))
     return found
 
 
