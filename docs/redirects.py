@@ -1,4 +1,4 @@
-"""Pages that lead from old addresses to today's, added to the site in the build."""
+"""Leads from old addresses to today's: from pages that are gone, and headings that have moved."""
 
 import json
 from typing import Any
@@ -52,14 +52,21 @@ MOVED = {
     "guarantees.html": "concepts.html#guarantees",
     "guarantees.html#limits": "concepts.html#limits",
     "hsdp.html#what-happens-in-a-step": "hsdp.html#a-training-step",
-    "hugging-face.html": "hugging-face.html",
-    "hugging-face.html#accelerate": "hugging-face.html#accelerate",
-    "hugging-face.html#trainer-of-transformers": "hugging-face.html#trainer-of-transformers",
     "local-steps.html#elastic-runs": "elastic-runs.html",
     "local-steps.html#goodput-under-failures": "measurements-training.html#goodput-under-failures",
     "local-steps.html#limits": "local-steps.html",
     "local-steps.html#whole-nodes-as-workers": "islands.html",
     "methods.html#as-in-the-papers": "papers.html#as-in-the-papers",
+    "plain-torch.html#accelerate": "hugging-face.html#accelerate",
+    "plain-torch.html#fabric-and-hugging-face": "hugging-face.html#local-steps",
+    "plain-torch.html#hugging-face": "hugging-face.html",
+    "plain-torch.html#levels-and-bytes-in-fabric": "plain-torch.html#fabric",
+    "plain-torch.html#limits-of-fabric": "plain-torch.html#fabric",
+    "plain-torch.html#limits-of-hugging-face": "hugging-face.html#limits",
+    "plain-torch.html#plain-pytorch-fabric-and-hugging-face": "plain-torch.html#plain-pytorch-and-fabric",
+    "plain-torch.html#precision-and-clipping": "plain-torch.html#fabric",
+    "plain-torch.html#trainer-of-transformers": "hugging-face.html#trainer-of-transformers",
+    "plain-torch.html#what-localsteps-refuses": "plain-torch.html#local-steps-without-a-trainer",
     "quickstart.html#by-name": "by-name.html#names-of-strategies",
     "quickstart.html#commands": "commands.html",
     "quickstart.html#lightning-or-pytorch_lightning": "by-name.html#lightning-or-pytorch_lightning",
@@ -69,7 +76,7 @@ MOVED = {
     "simulate.html#seconds-on-a-network": "simulated-workers.html#seconds-on-a-network",
     "simulate.html#state-that-belongs-to-a-worker": "simulated-workers.html#state-that-belongs-to-a-worker",
     "tune.html#all-keys-of-tune": "tune.html#from-a-file",
-    "tune.html#files-from-somebody-else": "security.html#treat-as-a-program",
+    "tune.html#files-from-somebody-else": "security.html",
     "tune.html#from-python": "own-study.html#from-python",
     "tune.html#many-processes-many-machines": "tune.html#stop-resume-and-share",
     "tune.html#simulated-or-real-workers": "tune.html#rules-of-the-comparison",
@@ -83,15 +90,21 @@ MOVED = {
     "tutorials/shards.html": "hsdp.html#tutorial",
     "tutorials/two-sites.html": "tutorials/slow-link.html#two-sites",
     "tutorials/which-compressor.html": "tune.html#tutorial",
+    "what-survives.html#what-is-checked-before-it-is-loaded": "what-survives.html#checks-before-loading",
     "which-strategy.html": "choosing-a-compressor.html#strategy",
 }
-"""Old address -> today's address. An old address without ``#`` also serves its other anchors."""
+"""Old address -> today's address. The entry of a page that is gone also serves its other anchors."""
+
+
+def places_of(old: str) -> dict[str, str]:
+    """Return ``{anchor that the page had: today's address}``, relative to the page."""
+    up = "../" * old.count("/")
+    return {key[len(old) :]: up + new for key, new in MOVED.items() if key.split("#")[0] == old}
 
 
 def page(old: str) -> str:
-    """Return the HTML that sends a reader of the page ``old`` to today's address."""
-    up = "../" * old.count("/")
-    places = {key[len(old) :]: up + new for key, new in MOVED.items() if key.split("#")[0] == old}
+    """Return the HTML that sends a reader of a page that is gone to today's address."""
+    places = places_of(old)
     script = f"const to = {json.dumps(places)}; location.replace(to[location.hash] ?? to['']);"
     return (
         f'<!doctype html><html lang="en"><title>Moved</title><script>{script}</script>'
@@ -100,8 +113,24 @@ def page(old: str) -> str:
     )
 
 
+def script(url: str) -> str:
+    """Return what a page that is there adds: it sends a reader of a moved heading after it."""
+    places = places_of(url)
+    if not places:
+        return ""
+    return (
+        f"<script>const moved = {json.dumps(places)}; const go = () => moved[location.hash] && "
+        f"location.replace(moved[location.hash]); go(); addEventListener('hashchange', go);</script>"
+    )
+
+
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add a page for each old address."""
-    for old in sorted({key.split("#")[0] for key in MOVED}):
+    """Add a page for each address that is gone."""
+    for old in sorted(key for key in MOVED if "#" not in key):
         files.append(File.generated(config, old, content=page(old)))
     return files
+
+
+def on_post_page(output: str, *, page: Any, config: Any) -> str:
+    """Add the script to pages that are there."""
+    return output.replace("</body>", f"{script(page.url)}</body>")

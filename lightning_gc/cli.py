@@ -100,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=int, metavar="W", help="simulated workers (default: as in the file)")
     add("--storage", help=storage + " (default: runs/tune/<name>.journal)")
     add("--no-finals", action="store_true", help="skip the final runs of the best trials")
+    curves = "write the curves of all final runs there, for TensorBoard"
+    add("--tensorboard", type=_folder, metavar="DIR", help=curves)
 
     add = command(
         _report,
@@ -133,10 +135,12 @@ def _parser() -> argparse.ArgumentParser:
     add = command(
         _list,
         "compressors, memories, schemes, controllers, waits for accelerators, and wire formats",
-        "List the registered classes, one line each, beginning with the compressors to try first. "
+        "List the registered classes, one line each, beginning with what to try first. "
         "Bounds and bits per element are for the default instance and a 512 x 512 matrix.",
     ).add_argument
-    families = "compressors, memories, schemes, controllers, waits, wire (default: the first four)"
+    families = (
+        "start, compressors, memories, schemes, controllers, waits, wire (default: the first five)"
+    )
     add("families", nargs="*", metavar="FAMILY", help=families)
     add("--wide", action="store_true", help="tables of all declarations, also the ranges to tune")
     add("--markdown", action="store_true", help="tables in Markdown, as in the documentation")
@@ -238,6 +242,7 @@ def _tune(options: argparse.Namespace) -> int:
     from lightning_gc.methods.lightning_flavour import quiet_libraries
     from lightning_gc.tuning import Method, tune
     from lightning_gc.tuning.comparison import Progress
+    from lightning_gc.tuning.curves import write_curves
     from lightning_gc.tuning.experiment import load_experiment
     from lightning_gc.tuning.journal import without_password
     from lightning_gc.tuning.report import results_text
@@ -258,7 +263,11 @@ def _tune(options: argparse.Namespace) -> int:
     with Progress() as progress:
         studies = tune(experiment, wanted, storage, not options.no_finals, progress.show)
     where = f"--storage {without_password(storage)} --name {experiment.name}"
-    sys.stdout.write(f"\n{results_text(studies, _width())}\nNext: lightning-gc report {where}\n")
+    sys.stdout.write(f"\n{results_text(studies, _width())}\n")
+    if options.tensorboard is not None:
+        write_curves(experiment.name, studies, options.tensorboard)
+        sys.stdout.write(f"Curves: tensorboard --logdir {options.tensorboard}\n")
+    sys.stdout.write(f"Next: lightning-gc report {where}\n")
     return OK if all(best_trial(study) for study in studies.values()) else FAILED
 
 
@@ -370,11 +379,12 @@ def _list(options: argparse.Namespace) -> int:
     from lightning_gc.methods.catalogue import FAMILIES, markdown, plain
 
     for family in options.families:
-        if family not in FAMILIES:
-            raise ValueError(f"{family!r} is not a family. Choose from {', '.join(FAMILIES)}.")
+        if family not in ("start", *FAMILIES):
+            names = ", ".join(("start", *FAMILIES))
+            raise ValueError(f"{family!r} is not a family. Choose from {names}.")
     width = max(_width(), 220 if options.wide else 0)
     short = [f for f in FAMILIES if options.wide or options.markdown or f not in ("waits", "wire")]
-    families = options.families or short
+    families = options.families or (["start", *short] if short != list(FAMILIES) else short)
     texts = (markdown(f) if options.markdown else plain(f, width, options.wide) for f in families)
     sys.stdout.write("\n".join(texts))
     if not (options.wide or options.markdown or options.families):

@@ -274,8 +274,12 @@ def verdict_line(advice: Advice) -> str:
             f"No verdict, because nothing was measured. The shortest predicted step is "
             f"{best.name}'s, {best.seconds:.4f} s."
         )
-    further = " Accuracy is not judged: tune the learning rate again."
-    return f"Verdict: {advice.verdict}{further if advice.verdict.choice else ''}"
+    row = advice.suggestion()
+    if row is None:
+        return f"Verdict: {advice.verdict}"
+    assert row.method is not None
+    again = report.tuning(advice.methods[row.method])
+    return f"Verdict: {advice.verdict} Accuracy is not judged. {again}"
 
 
 def limits(situation: Situation) -> str:

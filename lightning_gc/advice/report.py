@@ -15,6 +15,7 @@ from lightning_gc.controllers import BySize, Plan
 from lightning_gc.core.registry import given_fields, path_of
 from lightning_gc.exchange.timeline import Timeline
 from lightning_gc.methods import plot_style
+from lightning_gc.methods.catalogue import to_tune
 from lightning_gc.methods.method import Method
 from lightning_gc.transports.accounting import human_bytes
 
@@ -75,6 +76,11 @@ def link_line(link: HasSeconds) -> str:
         knee = f", {one.knee_bytes / 1024:,.0f} KiB at once" if one.knee_bytes else ""
         parts.append(f"{word} {one.gbps:.3g} Gbit/s, {one.latency_us:,.0f} µs a message{knee}")
     return "; ".join(parts)
+
+
+def tuning(method: Method) -> str:
+    """Return a sentence that says what to tune again with a method."""
+    return f"To tune again: {to_tune(method.compressor_class) or 'the learning rate'}."
 
 
 def strategy_section(row: Prediction, method: Method, settings: Mapping[str, Any]) -> Any:

@@ -36,6 +36,7 @@ from lightning_gc.advice.traces import Asked, Shapes, Trace, pattern
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.exchange.timeline import Module
+from lightning_gc.methods.catalogue import start_text
 from lightning_gc.methods.method import Method, parse_method
 from lightning_gc.methods.text_table import plain
 from lightning_gc.transports.network_model import rate
@@ -435,6 +436,10 @@ def run(options: argparse.Namespace) -> None:
         *changes(case, method),
         "",
         *([] if method is None else [f"In Python: {in_python(case.methods[method])}"]),
+        *([] if method is None else [report.tuning(case.methods[method])]),
+        "",
+        "Without a prediction, begin with one of these:",
+        start_text(shutil.get_terminal_size((120, 24)).columns),
         "Next: measure your model on your machines, with lightning-gc advise train.yaml",
         line,
     ]

@@ -6,7 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -286,24 +286,72 @@ _FIGURES = ("waits", "wire")
 _CODE = re.compile(r"(`+[^`]*`+)")
 
 
-START = {
-    "cast": "16 bits: half the bytes, nothing to tune",
-    "qsgd": "4 bits: about 1/8 of the bytes, the same hyper-parameters",
-    "topk": "1% of the elements: about 1/70 of the bytes. Tune the learning rate",
-    "powersgd": "low rank, by all-reduce: the bytes do not grow with the workers",
-}
-"""Compressors to try first -> what to expect of their default instance."""
+class Start(NamedTuple):
+    """A row of the table that says what to begin with.
+
+    Attributes:
+        name: registered name of the compressor; "auto" or "local_steps" otherwise.
+        want: what the user wants.
+        code: what to write.
+        sent: share of plain DDP's bytes, with two to four workers.
+        tune: hyper-parameters to tune again.
+    """
+
+    name: str
+    want: str
+    code: str
+    sent: str
+    tune: str
+
+
+_RATE = "the learning rate"
+_BETAS = f"{_RATE}; with Adam set `betas=(0.0, 0.999)`"
+START = (
+    Start("auto", "it to choose, by your link", '`"auto"`', "1 to 1/8", "nothing"),
+    Start("cast", "the safest choice", '`Cast("bfloat16")`', "1/2", "nothing"),
+    Start("qsgd", "a real gain with your hyper-parameters", "`QSGD(bits=4)`", "1/8", "rarely anything"),
+    Start("topk", "the least traffic", "`TopK(0.01)`", "1/35 to 1/70", _BETAS),
+    Start("powersgd", "many workers, large matrices", "`PowerSGD(rank=2)`", "1/75 to 1/115", _BETAS),
+    Start(
+        "local_steps",
+        "links between sites",
+        "`LocalStepsStrategy(QSGD(bits=4), every=8)`",
+        "1/60",
+        _RATE,
+    ),
+)
+"""What to begin with. README, site, ``lightning-gc list`` and ``advise`` show this table."""
+_START_HEAD = ("you want", "begin with", "bytes sent", "tune again")
+
+
+def start_text(width: int) -> str:
+    """Return the table of ``START`` as text of at most ``width`` characters a line."""
+    rows = [[cell.replace("`", "") for cell in row[1:]] for row in START]
+    return text_table.plain(_START_HEAD, rows, width)
+
+
+def start_markdown() -> str:
+    """Return the table of ``START`` in Markdown."""
+    return text_table.markdown(_START_HEAD, [row[1:] for row in START], _START_HEAD)
+
+
+def to_tune(compressor: type[Compressor]) -> str:
+    """Return what to tune again with a compressor of ``START``, or "" for others."""
+    found = (row.tune for row in START if COMPRESSORS.get(row.name) is compressor)
+    return next(found, "").replace("`", "")
 
 
 def plain(family: str, width: int, all_columns: bool = False) -> str:
     """Return one family as text of at most ``width`` characters a line.
 
     Args:
-        family: one of ``FAMILIES``.
+        family: "start", or one of ``FAMILIES``.
         width: see ``text_table.plain``.
         all_columns: give each declaration its own column. Otherwise each class has one line; waits
             and wire formats, which have no description, are tables anyway.
     """
+    if family == "start":
+        return f"Start here\n\n{start_text(width)}"
     entries, table = FAMILIES[family](), []
     if not all_columns and family not in _FIGURES:
         return _lines(family, entries, width)
@@ -320,19 +368,13 @@ def plain(family: str, width: int, all_columns: bool = False) -> str:
 
 def _lines(family: str, entries: Sequence[Entry], width: int) -> str:
     """Return one line per class: its name, then what it does, cut at ``width``."""
-    blocks = {family.capitalize(): {entry.name: entry.what for entry in entries}}
-    if family == "compressors":
-        blocks = {"Start here": START} | blocks
-    found = []
-    for title, texts in blocks.items():
-        size = max(map(len, texts))
-        found.append(title)
-        for name, text in texts.items():
-            room = max(width - size - 4, 20)
-            cut = textwrap.shorten(text.replace("``", ""), room, placeholder=" ...")
-            found.append(f"  {name:{size}}  {cut}")
-        found.append("")
-    return "\n".join(found)
+    size = max(len(entry.name) for entry in entries)
+    found = [family.capitalize()]
+    for entry in entries:
+        room = max(width - size - 4, 20)
+        cut = textwrap.shorten(entry.what.replace("``", ""), room, placeholder=" ...")
+        found.append(f"  {entry.name:{size}}  {cut}")
+    return "\n".join([*found, ""])
 
 
 def markdown(family: str) -> str:
@@ -340,6 +382,8 @@ def markdown(family: str) -> str:
 
     Related values share a cell, so that all columns fit on the screen.
     """
+    if family == "start":
+        return start_markdown()
     table = []
     for entry in FAMILIES[family]():
         cells = {heading: _on_page(text) for heading, text in entry.cells.items()}

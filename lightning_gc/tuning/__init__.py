@@ -14,6 +14,7 @@ from lightning_gc.local_steps import RoundPlan as RoundPlan  # noqa: E402
 from lightning_gc.methods.method import Method as Method  # noqa: E402
 from lightning_gc.tuning.comparison import Event as Event  # noqa: E402
 from lightning_gc.tuning.comparison import tune as tune  # noqa: E402
+from lightning_gc.tuning.curves import write_curves as write_curves  # noqa: E402
 from lightning_gc.tuning.early_stopping import MissingMetric as MissingMetric  # noqa: E402
 from lightning_gc.tuning.experiment import Experiment as Experiment  # noqa: E402
 from lightning_gc.tuning.journal import StorageError as StorageError  # noqa: E402

@@ -1,74 +1,119 @@
-"""Write a study's final runs for TensorBoard: their curves, and the HPARAMS page."""
+"""Write a study's final runs for TensorBoard: their curves, and one page HPARAMS for all."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lightning_gc.methods.method import DENSE
 from lightning_gc.tuning.final_runs import TUNED, final_records
 from lightning_gc.tuning.report import file_name
-from lightning_gc.tuning.tables import Studies, rules_of, sizes_of
+from lightning_gc.tuning.tables import Row, Studies, rules_of, sizes_of
 
-_FILE = "events.out.tfevents.0.lightning_gc"
-"""The only file that a run's folder gets. Its name is always the same, so it is replaced."""
-
-Run = tuple[str, str, Mapping[str, Any]]
-"""Folder, method, record of a final run."""
+FILE = "events.out.tfevents.0.lightning_gc"
+"""The only file of a run's folder. Its name is always the same, so a later call replaces it."""
 
 
-def write_curves(studies: Studies, out: Path) -> list[Path]:
-    """Write one TensorBoard run for each final run: ``out/<method>/seed_0``, ...
+def write_curves(experiment: str, studies: Studies, out: str | Path) -> list[Path]:
+    """Write one TensorBoard run for each final run: ``out/name/method/seed_0``, ...
 
-    A run has each metric that the model logged, validation by validation, and the ratio and bytes
-    of the whole run. Runs with dense's hyper-parameters are ``out/<method>, dense's/seed_0``. The
-    HPARAMS page has a column for each setting that differs between runs.
+    A run has every metric that the model logged, by validation, and the ratio and bytes of the
+    whole run. Runs with dense's hyper-parameters have ``(dense's)`` after their method. The page
+    HPARAMS has a row per run. Its columns are the hyper-parameters that differ between runs,
+    learning rates first, then the metric, the test metric, the ratio and the bytes.
+
+    Final runs of earlier versions have kept the metric alone.
 
     Args:
-        studies: of one experiment, by method.
-        out: folder of the experiment; files of an earlier call are replaced.
+        experiment: its name.
+        studies: of the experiment, by method.
+        out: TensorBoard's ``--logdir``.
 
     Returns:
         The files.
     """
-    runs = list(_runs(studies))
-    columns, metrics = _columns(studies, runs)
-    files = {out / _FILE: [(0, _experiment(columns, metrics))]} if runs else {}
-    for folder, method, record in runs:
-        values = {**_settings(method, record), **record["params"], "seed": record["seed"]}
-        shown = {name: values[name] for name in columns if name in values}
-        files[out / folder / _FILE] = [*_sessions(shown), *_scalars(record, metrics)]
-    for path, records in files.items():
+    root, dense = Path(out, file_name(experiment)), studies.get(DENSE)
+    runs = {
+        root / _folder(method, record) / FILE: _row(method, record, studies)
+        for method, study in studies.items()
+        for record in final_records(study, dense)
+    }
+    if not runs:
+        return []
+    rows = [settings for settings, *_ in runs.values()]
+    names, rules = differing(rows), rules_of(studies)
+    known = {name: next(row[name] for row in rows if name in row) for name in names}
+    metrics = filter(None, (rules["metric"], rules.get("test_metric"), *_OURS))
+    _write(root / FILE, [(0, _columns(known, metrics))])
+    for path, (settings, curves, totals) in runs.items():
+        shown = {name: settings[name] for name in names if name in settings}
+        records = [(0, record) for record in _session(shown)]
+        for name, values in {**curves, **{name: [value] for name, value in totals.items()}}.items():
+            records += [(i, _scalar(name, v)) for i, v in enumerate(values) if v is not None]
         _write(path, records)
-    return list(files)
+    return [root / FILE, *runs]
 
 
-def _runs(studies: Studies) -> Iterator[Run]:
-    for method, study in studies.items():
-        for record in final_records(study, studies.get(DENSE)):
-            own = "" if record["source"] == TUNED else ", dense's"
-            yield f"{file_name(method)}{own}/seed_{record['seed']}", method, record
+_OURS = ("~compression/ratio", "~compression/bytes")
+"""Tags of a run's totals. TensorBoard sorts them after the user's own."""
 
 
-def _settings(method: str, record: Mapping[str, Any]) -> dict[str, str]:
-    return {"method": method, "tuned": "yes" if record["source"] == TUNED else "dense's"}
+def _folder(method: str, record: Row) -> str:
+    """Return the name of a final run, as TensorBoard shows it."""
+    own = "" if record["source"] == TUNED else " (dense's)"
+    return f"{file_name(method)}{own}/seed_{record['seed']}"
 
 
-def _columns(studies: Studies, runs: list[Run]) -> tuple[list[str], dict[str, str]]:
-    """Return settings that differ between runs, learning rates first, and ``{tag: name}``."""
-    rows = [{**_settings(method, r), **r["params"], "seed": r["seed"]} for _, method, r in runs]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    differ = [name for name in names if len({repr(row.get(name)) for row in rows}) > 1]
-    columns = sorted(differ, key=lambda name: not _is_rate(name))
-    rules, (ratio, nbytes) = rules_of(studies), sizes_of(studies)
-    metrics = {rules["metric"]: rules["metric"]}
+def _row(method: str, record: Row, studies: Studies) -> tuple[Row, Row, Row]:
+    """Return a final run's settings, curves and totals."""
+    rules, sizes = rules_of(studies), sizes_of(studies)
+    tuned = "itself" if record["source"] == TUNED else "dense"
+    settings = {**record["params"], "method": method, "tuned for": tuned, "seed": record["seed"]}
+    curves = record.get("logged") or {rules["metric"]: record["curve"]}
+    totals = dict(zip(_OURS, map(record.get, sizes), strict=True))
     if rules.get("test_metric"):
-        metrics[rules["test_metric"]] = rules["test_metric"]
-    return columns, metrics | {f"~{ratio}": ratio, f"~{nbytes}": nbytes}
+        totals[rules["test_metric"]] = record["test"]
+    return settings, curves, totals
 
 
-def _is_rate(name: str) -> bool:
-    last = name.rpartition(".")[2]
-    return last == "lr" or "learning_rate" in last
+def differing(rows: list[Row]) -> list[str]:
+    """Return the names of settings that differ between rows, learning rates first."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = [name for name in names if len({repr(row.get(name)) for row in rows}) > 1]
+    last = [name.rpartition(".")[2] for name in found]
+    rates = [n for n, short in zip(found, last, strict=True) if short == "lr" or "rate" in short]
+    return [*rates, *(name for name in found if name not in rates)]
+
+
+def _columns(known: Row, metrics: Iterable[str]) -> Any:
+    """Return the record that declares the columns of the page HPARAMS, in order."""
+    from torch.utils.tensorboard.summary import hparams
+
+    return hparams(known, dict.fromkeys(metrics, 0))[0]
+
+
+def _session(settings: Row) -> tuple[Any, Any]:
+    """Return the two records that give a run its row."""
+    from torch.utils.tensorboard.summary import hparams
+
+    return hparams(settings, {})[1:]
+
+
+def _scalar(name: str, value: float) -> Any:
+    from torch.utils.tensorboard.summary import scalar
+
+    return scalar(name, value)
+
+
+def _write(path: Path, records: Iterable[tuple[int, Any]]) -> None:
+    """Write an event file, in place of the one of an earlier call."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        writer = RecordWriter(file)
+        writer.write(Event(file_version="brain.Event:2").SerializeToString())
+        for step, summary in records:
+            writer.write(Event(step=step, summary=summary).SerializeToString())

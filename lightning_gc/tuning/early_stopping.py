@@ -77,6 +77,8 @@ class EarlyStopping:
         curve: the metric of every validation.
         seconds: of training, for every epoch in ``curve``.
         cpu_seconds: CPU time of a worker, for the same epochs.
+        logged: of a final run, all metrics that the model has logged, for the same epochs; None
+            where a value is missing or not finite.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class EarlyStopping:
         self.curve: list[float] = []
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
+        self.logged: dict[str, list[float | None]] = {}
         self.outcome: Outcome = "complete"
         self.reason = ""
         self._logged: dict[str, float] = {}
@@ -110,6 +113,8 @@ class EarlyStopping:
         self.seconds.append(logged["seconds"])
         self.cpu_seconds.append(logged["cpu_seconds"])
         self._logged = dict(logged)
+        if self.trial is None:
+            self._keep(logged)
         if not math.isfinite(value):
             return self._stop("diverged", f"{experiment.metric} is {value}")
         epochs_since = self.tracker.add(value)
@@ -122,6 +127,12 @@ class EarlyStopping:
         if experiment.patience is not None and epochs_since >= experiment.patience:
             return self._stop("complete", f"no improvement for {epochs_since} epochs")
         return True
+
+    def _keep(self, logged: Mapping[str, float]) -> None:
+        for name in {**self.logged, **logged}:
+            if not name.startswith("compression") and name not in TIMES:
+                values = self.logged.setdefault(name, [None] * (len(self.curve) - 1))
+                values.append(logged[name] if math.isfinite(logged.get(name, math.nan)) else None)
 
     @property
     def best(self) -> float:
@@ -147,6 +158,7 @@ class EarlyStopping:
         parts = {n.removeprefix(PER_STEP): v for n, v in logged.items() if n.startswith(PER_STEP)}
         return {
             "curve": self.curve,
+            **({"logged": self.logged} if self.logged else {}),
             "best_epoch": self.tracker.best_epoch,
             "epochs": len(self.curve),
             "reason": self.reason,

@@ -192,6 +192,17 @@ def test_the_tables_of_the_documentation_are_current(path: Path) -> None:
     assert any(f'"docs/tables/{path.name}"' in page for page in pages)
 
 
+def test_the_readme_begins_with_the_same_methods() -> None:
+    table = catalogue.markdown("start")
+    assert table in (ROOT / "README.md").read_text(), "Put docs/tables/start.md into README.md."
+    for row in catalogue.START:
+        written = row.code.strip("`")
+        if row.name in COMPRESSORS:
+            assert written.startswith(f"{COMPRESSORS[row.name].__name__}(")
+        else:
+            assert written in ('"auto"', "LocalStepsStrategy(QSGD(bits=4), every=8)")
+
+
 def test_there_are_tables() -> None:
     makefile = (ROOT / "Makefile").read_text()
     names = [path.stem for path in TABLES]
