@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test quick check docs docs-tables kernels tests faults mutants soak soak-elastic gpu-check matrix release changelog \
+.PHONY: help demo vision tune-demo test quick check docs docs-tables kernels tests faults mutants soak soak-elastic gpu-check matrix release url changelog \
 	catalogue bench-bytes bench-controllers bench-network bench-advice bench-scaling clean
 
 help: ## what can be made
@@ -77,6 +77,9 @@ gpu-check: $(VENV)/.test ## everything that needs a GPU, skipped without one; wr
 
 matrix: $(VENV)/.test ## the supported versions, or projects of others, one by one, as far as they can be installed here: ARGS="--only py311-tested-l", ARGS=--projects
 	$(BIN)/python -m tests.matrix $(ARGS)
+
+url: $(VENV)/.test ## write the repository's address of pyproject.toml into README, CITATION.cff and others
+	@$(BIN)/python docs/repository_url.py
 
 release: $(VENV)/.test ## source distribution and wheel into dist/, their metadata checked
 	$(PIP) install -q -c constraints.txt -e '.[release]'

@@ -309,9 +309,13 @@ _BETAS = f"{_RATE}; with Adam set `betas=(0.0, 0.999)`"
 START = (
     Start("auto", "it to choose, by your link", '`"auto"`', "1 to 1/8", "nothing"),
     Start("cast", "the safest choice", '`Cast("bfloat16")`', "1/2", "nothing"),
-    Start("qsgd", "a real gain with your hyper-parameters", "`QSGD(bits=4)`", "1/8", "rarely anything"),
+    Start(
+        "qsgd", "a real gain with your hyper-parameters", "`QSGD(bits=4)`", "1/8", "rarely anything"
+    ),
     Start("topk", "the least traffic", "`TopK(0.01)`", "1/35 to 1/70", _BETAS),
-    Start("powersgd", "many workers, large matrices", "`PowerSGD(rank=2)`", "1/75 to 1/115", _BETAS),
+    Start(
+        "powersgd", "many workers, large matrices", "`PowerSGD(rank=2)`", "1/75 to 1/115", _BETAS
+    ),
     Start(
         "local_steps",
         "links between sites",

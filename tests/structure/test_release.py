@@ -1,5 +1,6 @@
 """What is released says one version, and CI tries the versions that it promises."""
 
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -31,6 +32,42 @@ def test_one_version() -> None:
     assert newest
     assert newest[1] == version
     assert f"Version {version}." in (ROOT / "README.md").read_text()
+
+
+@pytest.fixture
+def addresses() -> Any:
+    path = ROOT / "docs" / "repository_url.py"
+    spec = importlib.util.spec_from_file_location("repository_url", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_address_of_the_repository_is_where_it_belongs(addresses: Any) -> None:
+    stale = [str(path.relative_to(ROOT)) for path in addresses.changed(ROOT)]
+    assert stale == [], "Run `make url`."
+
+
+def test_one_address_reaches_all_files(addresses: Any, tmp_path: Path) -> None:
+    for name in (*addresses.PLACES, "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    project = tmp_path / "pyproject.toml"
+    given = re.sub(
+        r"# (\[project.urls\]|(?:Repository|Documentation) = .*)", r"\1", project.read_text()
+    )
+    for owner in ("first", "second"):  # a second address replaces the first
+        project.write_text(given.replace("host/owner", f"host/{owner}"))
+        assert len(addresses.changed(tmp_path)) == len(addresses.PLACES)
+        for path, text in addresses.changed(tmp_path).items():
+            path.write_text(text)
+        assert addresses.changed(tmp_path) == {}
+        for name in addresses.PLACES:
+            assert (tmp_path / name).read_text().count(f"https://host/{owner}/lightning_gc") == 1
+    assert "git+https://host/second/lightning_gc'" in (tmp_path / "README.md").read_text()
+    assert "repository-code" in yaml.safe_load((tmp_path / "CITATION.cff").read_text())
 
 
 def test_changelog_has_one_section_per_version() -> None:
