@@ -6,7 +6,8 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-MOVED = dict(line.split() for line in Path(__file__).with_name("moved.txt").open())
+LIST = Path(__file__).with_name("moved.txt")
+MOVED = dict(line.split() for line in LIST.read_text().splitlines())
 """Old address -> today's. The entry of a page that is gone also serves its other anchors."""
 
 
