@@ -7,9 +7,8 @@ and a number of workers. There ``auto`` trains twice with each word, until it ha
 What looking has cost is its own figure, in seconds that it would not have needed otherwise:
 weighing, and steps of trials that took longer than those before.
 
-Then one run takes all choices in turns of a few steps: a machine's speed moves by 10 % within
-minutes, and choices that are measured seconds apart share it. Pairs of short runs compare plain DDP
-with the uncompressed choice.
+Then one run takes plain DDP and all choices in turns of a few steps: a machine's speed moves by
+10 % within minutes, and what is measured seconds apart shares it.
 
 All workers share this machine's cores: ratios within a cell are what counts. Every cell goes to
 ``auto_cells.json`` as soon as it is there; with equal options it is not measured again.
@@ -21,7 +20,7 @@ import argparse
 import itertools
 import json
 import statistics
-from dataclasses import dataclass
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,13 @@ import torch.distributed as dist
 from models import MODELS, build
 from namespaces import Link, check_privileges, launch, network
 from network_methods import LIMIT, fit
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import CompressedDDPStrategy
+from lightning_gc import CompressedDDPStrategy, attach
 from lightning_gc.bench.baselines import PLAIN, baseline_strategy
-from lightning_gc.bench.method_run import WARMUP_STEPS, StepTimer
-from lightning_gc.controllers import Auto, Controller, Decision, Needs, Observation
+from lightning_gc.bench.method_run import StepTimer
+from lightning_gc.controllers import Auto
 from lightning_gc.exchange.automatic import menu_of
 from lightning_gc.methods.text_table import markdown
 
@@ -49,8 +50,6 @@ SETTINGS: dict[str, Any] = {
 }
 LOOKED = 90
 """Most steps of a run of ``auto``, which needs at most 66 to decide."""
-SLOW = 100
-"""10⁶ bits per second up to which a step of plain DDP takes seconds, all alike."""
 RUNS = 2
 """Runs of ``auto`` with each word; all of their choices count."""
 TURN, EARLY, HOPELESS = 5, 2, 1.3
@@ -69,135 +68,109 @@ def strategy_of(arm: str) -> Any:
     return CompressedDDPStrategy(menu.at(menu.names.index(arm) + 1), memory, **SETTINGS)
 
 
-@dataclass(frozen=True)
-class Turns(Controller):
-    """Takes the choices of a menu in turns, each round from another one on.
-
-    Attributes:
-        names: of the choices; the last one is uncompressed.
-    """
-
-    names: tuple[str, ...]
-
-    @property
-    def needs(self) -> Needs:
-        """The seconds of each step."""
-        return Needs(seconds=True)
-
-    def every_steps(self, epoch: int) -> int:
-        """Decide after each turn; the first turns end sooner."""
-        return TURN
-
-    def init(self) -> dict[str, Any]:
-        """Begin before the first round."""
-        return {"round": -1, "left": [], "name": "", "took": {}}
-
-    def decide(self, observation: Observation, state: Any) -> tuple[Decision, Any]:
-        """Note what the last turn took, and take the next choice."""
-        took = {name: list(known) for name, known in state["took"].items()}
-        if observation.each_step[1:]:
-            took.setdefault(state["name"], []).append(statistics.median(observation.each_step[1:]))
-        left, number = list(state["left"]), state["round"]
-        if not left:
-            number += 1
-            left = list(self.names)
-            if number >= EARLY:
-                least = {name: min(known) for name, known in took.items()}
-                most = HOPELESS * min(least.values(), default=0.0)
-                left = [n for n in left if least.get(n, 0.0) <= most]
-            left = left[number % len(left) :] + left[: number % len(left)]
-        name, *left = left
-        level = None if name == UNCOMPRESSED else float(self.names.index(name) + 1)
-        new = {"round": number, "left": left, "name": name, "took": took}
-        return Decision(level, reason=f"turn of {name}"), new
-
-
 class Course(StepTimer):
-    """Times steps and notes what was in force; ends a run some steps after the decision, or rounds.
+    """Times steps of ``auto``, and ends the run some steps after the decision."""
 
-    Args:
-        rounds: of ``Turns``.
-    """
-
-    def __init__(self, rounds: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__(lambda _: 0)
-        self.rounds = rounds
-        self.names: list[str] = []
         self.decided: int | None = None
         self.state: dict[str, Any] = {}
 
     def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
         """Read the controller's state, which this batch's decision has changed."""
-        control = getattr(trainer.strategy, "control_loop", None)
-        if control is not None:
-            self.state = state = control.state
-            self.names.append(state["name"])
-            last = self.rounds and state["round"] == self.rounds - 1 and not state["left"]
-            if self.decided is None and (state.get("phase") == "watch" or last):
-                self.decided = len(self.seconds)
-                self.steps = self.decided + TURN
+        self.state = trainer.strategy.control_loop.state
+        if self.decided is None and self.state.get("phase") == "watch":
+            self.decided = len(self.seconds)
+            self.steps = self.decided + TURN
         super().on_train_batch_start(trainer, *rest)
-
-
-def train(strategy: Any, model: str, steps: int, rounds: int = 0) -> Course:
-    """Train as one of the workers."""
-    torch.manual_seed(0)
-    module, loader = build(model, steps, dist.get_rank() + 1)
-    course = Course(rounds)
-    fit(strategy, module, loader, steps, [course], clip=module.clip)
-    return course
 
 
 def look(word: str, model: str) -> dict[str, Any]:
     """Let ``auto`` decide; return its choice, its seconds after that, and what looking has cost."""
-    course = train(strategy_of(word), model, LOOKED)
+    torch.manual_seed(0)
+    module, loader = build(model, LOOKED, dist.get_rank() + 1)
+    course = Course()
+    fit(strategy_of(word), module, loader, LOOKED, [course], clip=module.clip)
     after = LOOKED - TURN if course.decided is None else course.decided
     spent, name = course.state["spent"], course.state["name"]
     taken = statistics.median(course.seconds[after + 1 :])
     return {"chosen": name, "seconds": taken, "spent": spent, "at": after}
 
 
+class Loss(nn.Module):
+    """The loss of a module's training step as a forward pass, which DDP can wrap."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any) -> Tensor:
+        """Return the loss."""
+        loss: Tensor = self.module.training_step(batch, 0)
+        return loss
+
+
+class Loop:
+    """A plain loop over a model in DDP."""
+
+    def __init__(self, model: str) -> None:
+        torch.manual_seed(0)
+        self.module, loader = build(model, 2 * TURN, dist.get_rank() + 1)
+        self.batches = itertools.cycle(list(loader))
+        self.ddp = DistributedDataParallel(Loss(self.module), gradient_as_bucket_view=True)
+        self.optimizer = self.module.configure_optimizers()
+
+    def turn(self) -> float:
+        """Make some steps; return the median of their seconds, without the first."""
+        taken = []
+        for _ in range(TURN):
+            batch = next(self.batches)
+            dist.barrier()
+            start = time.perf_counter()
+            self.ddp(batch).backward()
+            if self.module.clip is not None:
+                nn.utils.clip_grad_norm_(self.ddp.parameters(), self.module.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken[1:])
+
+
 def in_turns(word: str, model: str, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of a step with each choice, turn by turn."""
+    """Return the seconds of a step with each choice and with plain DDP, turn by turn."""
     menu, memory = menu_of(word)
-    turns = Turns((*menu.names, UNCOMPRESSED))
-    strategy = CompressedDDPStrategy(menu, memory, controller=turns, **SETTINGS)
-    course = train(strategy, model, rounds * len(turns.names) * TURN, rounds)
-    found: dict[str, list[float]] = {name: [] for name in turns.names}
-    steps = zip(course.names, course.seconds, strict=False)
-    groups = [
-        (n, [s for _, s in each]) for n, each in itertools.groupby(steps, lambda step: step[0])
-    ]
-    # Buckets are rebuilt and kernels are read in the first round. A step before it has no choice.
-    for name, taken in groups[len(turns.names) + 1 :]:
-        found[name].append(statistics.median(taken[1:]))
+    plain, ours = Loop(model), Loop(model)
+    handle = attach(ours.ddp, menu, memory, optimizers=ours.optimizer, timeout=LIMIT)
+    levels = dict(zip(menu.names, itertools.count(1.0))) | {UNCOMPRESSED: None}
+    found: dict[str, list[float]] = {name: [] for name in (*levels, PLAIN)}
+    for number in range(rounds + 1):
+        names = [[name for name in found if number <= EARLY or _near(found[name], found)]]
+        dist.broadcast_object_list(names)
+        start = number % len(names[0])  # each round begins with another one
+        for name in names[0][start:] + names[0][:start]:
+            if name == PLAIN:
+                taken = plain.turn()
+            else:
+                handle.set_levels(levels[name])
+                taken = ours.turn()
+            if number:  # buckets are rebuilt and kernels are read in the first round
+                found[name].append(taken)
+    handle.close()
     return found
 
 
-def compare(model: str, pairs: int, steps: int) -> list[float]:
-    """Return the seconds of uncompressed steps over plain DDP's, of pairs of short runs."""
-    found = []
-    menu, memory = menu_of("rounding")
-    for _ in range(pairs):
-        alone = Turns((UNCOMPRESSED,))
-        ours = CompressedDDPStrategy(menu, memory, controller=alone, **SETTINGS)
-        plain, other = (
-            statistics.median(train(each, model, WARMUP_STEPS + steps).seconds[WARMUP_STEPS:])
-            for each in (strategy_of(PLAIN), ours)
-        )
-        found.append(other / plain)
-    return found
+def _near(taken: list[float], others: dict[str, list[float]]) -> bool:
+    return min(taken) <= HOPELESS * min(map(min, others.values()))
 
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
     """Measure a cell, as one of the workers."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=LIMIT)
-    (model,), slow = options.model, 0 < options.mbit[0] <= SLOW
+    (model,) = options.model
     found = {
         "auto": {word: [look(word, model) for _ in range(RUNS)] for word in WORDS},
         "turns": {word: in_turns(word, model, options.rounds) for word in WORDS},
-        "pairs": compare(model, *((1, 4) if slow else (3, 8))),
     }
     dist.destroy_process_group()
     return found
@@ -214,9 +187,12 @@ def measure(workers: int, mbit: float, model: str, options: argparse.Namespace) 
 
 
 def row_of(cell: dict[str, Any], word: str) -> dict[str, Any]:
-    """Return what a word gives in a cell, beside plain DDP and the fastest of its methods."""
-    took = {name: statistics.median(taken) for name, taken in cell["turns"][word].items()}
-    took[PLAIN] = took[UNCOMPRESSED] / statistics.median(cell["pairs"])
+    """Return what a word gives in a cell, beside plain DDP and the fastest of its methods.
+
+    Of its turns the lower quartile counts: what else the machine does only ever adds seconds.
+    """
+    turns = cell["turns"][word]
+    took = {name: sorted(taken)[len(taken) // 4] for name, taken in turns.items()}
     runs = cell["auto"][word]
     seconds = statistics.mean(took[each["chosen"]] for each in runs)
     best = min(took, key=lambda name: took[name])
