@@ -10,53 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from lightning_gc import TopK, attach
-
-
-# --8<-- [start:callback]
-class CompressedGradients(TrainerCallback):
-    """Compresses the gradients of a Trainer; keeps each worker's errors in its checkpoints.
-
-    Args:
-        settings: of ``attach``: the compressor, the memory, and so on.
-    """
-
-    def __init__(self, *settings: Any) -> None:
-        self.settings = settings
-        self.trainer: Any = None  # set it: callbacks are given the model before DDP wraps it
-        self.handle: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Attach to the wrapped model; load errors where a run is resumed."""
-        optimizer, scaler = self.trainer.optimizer, self.trainer.accelerator.scaler
-        self.handle = attach(
-            self.trainer.model_wrapped, *self.settings, optimizers=optimizer, scaler=scaler
-        )
-        if state.global_step:
-            saved = torch.load(own(args, state), weights_only=True)
-            self.handle.load_state_dict(saved)
-
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Save what this worker has not sent yet; the other workers have other errors."""
-        torch.save(self.handle.state_dict(), own(args, state))
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Log the bytes, and stop the exchange."""
-        self.sent = self.handle.account().wire_bytes
-        self.handle.close()
-
-
-def own(args: Any, state: Any) -> Path:
-    """Return where this worker keeps its errors in the checkpoint of this step."""
-    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"compression-worker{dist.get_rank()}.pt"
-
-
-# --8<-- [end:callback]
+from lightning_gc import TopK
+from lightning_gc.huggingface import CompressedGradients
 
 
 def main(steps: int, folder: Path) -> None:
@@ -82,16 +39,15 @@ def main(steps: int, folder: Path) -> None:
         disable_tqdm=True,
         logging_strategy="no",
     )
-    compressed = CompressedGradients(TopK(0.01))
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[compressed])
-    compressed.trainer = trainer
+    trainer = Trainer(model, arguments, train_dataset=data)
+    CompressedGradients(trainer, TopK(0.01))
     stopped = sorted(folder.glob("checkpoint-*"))
     result = trainer.train(resume_from_checkpoint=str(stopped[-1]) if stopped else None)
     if trainer.is_world_process_zero():
         weights = float(sum(p.detach().sum() for p in model.parameters()))
         loss = result.training_loss
-        found = f"{compressed.sent:,} bytes; mean loss {loss:.3f}; weights sum to {weights}"
-        sys.stdout.write(f"{found}\n")
+        sent = trainer.state.log_history[-1]["compression/total_wire_bytes"]
+        sys.stdout.write(f"{sent:,} bytes; mean loss {loss:.3f}; weights sum to {weights}\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import io
 import os
+import pickle
 import re
 import runpy
 import subprocess
@@ -113,7 +114,8 @@ def trained_twice(worker: int, folder: str, compiled: bool) -> tuple[str, list[s
     """A Trainer trains twice with the page's callback; its DDP may be compiled after it is made."""
     from transformers import Trainer, TrainingArguments
 
-    example = importlib.import_module("examples.transformers_trainer")
+    from lightning_gc.huggingface import CompressedGradients
+
     torch.manual_seed(0)
     net = Scored()
     data: Any = [{"x": row, "labels": row} for row in torch.randn(32, 8).unbind()]
@@ -122,13 +124,17 @@ def trained_twice(worker: int, folder: str, compiled: bool) -> tuple[str, list[s
     if compiled:
         options |= {"torch_compile": True, "torch_compile_backend": "eager"}
     arguments = TrainingArguments(folder, max_steps=4, per_device_train_batch_size=4, **options)
-    compressed = example.CompressedGradients(QSGD(4))
-    trainer = Trainer(net, arguments, train_dataset=data, callbacks=[compressed])
-    compressed.trainer = trainer
+    trainer = Trainer(net, arguments, train_dataset=data)
+    CompressedGradients(trainer, QSGD(4))
     ends = []
     for _ in range(2):
         trainer.train()
-        assert compressed.sent > 0
+        figures = trainer.state.log_history[-1]
+        assert figures["compression/total_ratio"] > 5
+        assert (
+            figures["compression/total_dense_bytes"]
+            == 4 * sum(p.numel() for p in net.parameters()) * 4
+        )
         ends.append(digest(net))
     return type(trainer.model_wrapped).__name__, ends
 
@@ -143,6 +149,42 @@ def test_a_trainer_trains_twice_and_compiled(tmp_path: Path) -> None:
     assert (plain[0], compiled[0]) == ("DistributedDataParallel", "OptimizedModule")
     assert plain[1] == compiled[1]
     assert plain[1][0] != plain[1][1]
+
+
+def test_a_worker_reads_no_other_objects_than_tensors(tmp_path: Path) -> None:
+    """Of the file in a checkpoint, whoever has prepared it."""
+    needed("transformers_trainer")
+    from lightning_gc.huggingface import read_state
+
+    with pytest.raises(ValueError, match="is missing, so this worker's errors cannot be resumed"):
+        read_state(tmp_path / "compression-worker0.pt")
+    torch.save({"seen": Exploit(tmp_path / "touched")}, tmp_path / "compression-worker0.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        read_state(tmp_path / "compression-worker0.pt")
+    assert not (tmp_path / "touched").exists()
+
+
+class Exploit:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_callback_that_comes_too_late_says_so(tmp_path: Path) -> None:
+    needed("transformers_trainer")
+    from transformers import Trainer, TrainingArguments
+
+    from lightning_gc.huggingface import CompressedGradients
+
+    with unwarned():
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+        late = CompressedGradients(Trainer(Scored(), arguments), QSGD(4))
+    with pytest.raises(RuntimeError, match=r"Make it before trainer\.train"):
+        late.on_step_begin(arguments, None, None)
 
 
 @pytest.mark.nightly

@@ -5,6 +5,7 @@ Titled blocks are files, the other blocks of a page make one file, one after the
 
 import json
 import os
+import pkgutil
 import re
 import runpy
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_gc import COMPRESSORS, cli
+from lightning_gc import COMPRESSORS, CompressedDDPStrategy, CompressionMonitor, cli
 from tests.support.processes import run_in_processes, without_others
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +136,23 @@ def test_the_file_of_the_page_from_yaml_trains(tmp_path: Path) -> None:
     events = EventAccumulator(str(log)).Reload()
     first, *_, last = (event.value for event in events.Scalars("compression/ratio"))
     assert 1 < first < 10 < last  # the controller's first level and its last
+
+
+def instantiate(part: Any) -> Any:
+    """Return what Hydra makes of a part of a file: ``_target_`` with its arguments, inside first."""
+    if not isinstance(part, dict):
+        return part
+    made = {name: instantiate(value) for name, value in part.items() if name != "_target_"}
+    return pkgutil.resolve_name(part["_target_"])(**made) if "_target_" in part else made
+
+
+def test_the_files_for_hydra_name_classes_with_their_arguments() -> None:
+    text = (ROOT / "docs" / "by-name.md").read_text()
+    blocks = dict(re.findall(r'^```yaml title="([^"]+)"\n(.*?)^```', text, re.S | re.M))
+    trainer, callbacks = (instantiate(yaml.safe_load(block)) for block in blocks.values())
+    assert isinstance(trainer["strategy"], CompressedDDPStrategy)
+    assert "QSGD(bits=4)" in str(trainer["strategy"].compressor)
+    assert isinstance(callbacks["compression_monitor"], CompressionMonitor)
 
 
 def class_paths(part: Any) -> Iterator[tuple[str, set[str]]]:

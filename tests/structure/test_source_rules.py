@@ -212,6 +212,7 @@ READ_BY = {
     "control/control_loop.py": {"json.loads"},
     "controllers/trace.py": {"json.loads"},
     "exchange/peers.py": {"json.loads"},
+    "huggingface.py": {"torch.load"},
     "local_steps/rendezvous.py": {"json.loads"},
     "local_steps/roll.py": {"json.loads"},
     "local_steps/snapshot.py": {"json.loads", "safetensors.torch.load"},

@@ -1,6 +1,5 @@
-"""transformers: its Trainer and a small GPT-2, by the callback of the documentation's example."""
+"""transformers: its Trainer and a small GPT-2, by our callback."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from lightning_gc.compressors import Compressor
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "transformers_trainer.py"
-
-
-def callback(compressor: Compressor) -> Any:
-    """Return what the documentation's example gives to a Trainer."""
-    spec = importlib.util.spec_from_file_location("transformers_trainer", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example.CompressedGradients(compressor)
+from lightning_gc.huggingface import CompressedGradients
 
 
 def fit(compressor: Compressor | None, folder: Path, stop: bool, resume: bool) -> nn.Module:
@@ -48,10 +36,9 @@ def fit(compressor: Compressor | None, folder: Path, stop: bool, resume: bool) -
         disable_tqdm=True,
         logging_strategy="no",
     )
-    compressed = [] if compressor is None else [callback(compressor)]
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=compressed)
-    for each in compressed:
-        each.trainer = trainer
+    trainer = Trainer(model, arguments, train_dataset=data)
+    if compressor is not None:
+        CompressedGradients(trainer, compressor)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if resume else None)
     network: nn.Module = model
     return network

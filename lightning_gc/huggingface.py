@@ -1,0 +1,134 @@
+"""Callback for the Trainer of transformers, and for TRL's, which derive from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "lightning_gc.huggingface needs transformers, which is not installed. Install the extra: "
+        "pip install 'lightning-gc[huggingface]'."
+    ) from error
+
+from lightning_gc.attachment.attached import Attached
+from lightning_gc.attachment.plain_torch import attach
+from lightning_gc.transports.base import all_reduce_bytes
+
+
+class CompressedGradients(TrainerCallback):  # type: ignore[misc] - transformers has no types
+    """Compresses the gradients that a Trainer of transformers exchanges; adds itself to it.
+
+    When training begins it attaches to the model, which the Trainer has wrapped in
+    ``DistributedDataParallel`` by then. Every checkpoint gets a file of each worker with its
+    errors, ``compression-worker0.pt`` and so on. ``resume_from_checkpoint`` reads them, so that a
+    resumed run with as many workers continues bit for bit. A new ``train()`` begins without errors.
+
+    Whenever the Trainer logs, it also logs ``compression/total_wire_bytes``, the bytes that worker
+    0 has sent since training began, ``compression/total_dense_bytes``, those of plain DDP, and
+    ``compression/total_ratio``.
+
+    Args:
+        trainer: a ``transformers.Trainer``, such as ``trl.SFTTrainer``.
+        settings: of ``attach``: compressor, memory, scheme, controller.
+        options: further ones, such as ``min_numel=0``. Optimizer and scaler are the Trainer's.
+
+    Attributes:
+        handle: of ``attach``; None before training.
+
+    Raises:
+        ValueError: when training begins: the model is not in ``DistributedDataParallel``, since
+            there is one worker, or FSDP or DeepSpeed.
+
+    Example:
+        >>> CompressedGradients(trainer, QSGD(bits=4))  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    def __init__(self, trainer: Any, *settings: Any, **options: Any) -> None:
+        self.trainer, self.settings, self.options = trainer, settings, options
+        self.handle: Attached | None = None
+        self._sent = self._dense = self._first = 0
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Attach to the wrapped model; load this worker's errors if a run is resumed."""
+        scaler = self.trainer.accelerator.scaler
+        self.handle = attach(
+            self.trainer.model_wrapped,
+            *self.settings,
+            optimizers=self.trainer.optimizer,
+            scaler=scaler,
+            **self.options,
+        )
+        trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        nbytes = sum(param.numel() * param.element_size() for param in trained)
+        self._dense = all_reduce_bytes(nbytes, dist.get_world_size())
+        self._sent, self._first = 0, state.global_step
+        if state.global_step:
+            self.handle.load_state_dict(read_state(_own(args, state)))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Let a controller decide, if a decision is due."""
+        handle = self._attached()
+        if handle.control is not None:
+            share = state.global_step / max(state.max_steps, 1)
+            handle.begin_batch(int(state.epoch or 0), progress=share, total_steps=state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Log what was sent, whenever the Trainer is about to log."""
+        if control.should_log:
+            self.trainer.log(self._figures(state))
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Save what this worker has not sent yet; the other workers have other errors."""
+        torch.save(self._attached().state_dict(), _own(args, state))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Log what was sent, and stop the exchange."""
+        self.trainer.log(self._figures(state))
+        self._attached().close()
+
+    def _attached(self) -> Attached:
+        if self.handle is None:
+            raise RuntimeError(
+                "CompressedGradients was added while the Trainer trained, so it is not attached. "
+                "Make it before trainer.train()."
+            )
+        return self.handle
+
+    def _figures(self, state: Any) -> dict[str, float]:
+        self._sent += self._attached().account().wire_bytes
+        dense = self._dense * (state.global_step - self._first)
+        return {
+            "compression/total_wire_bytes": self._sent,
+            "compression/total_dense_bytes": dense,
+            "compression/total_ratio": dense / max(self._sent, 1),
+        }
+
+
+def _own(args: Any, state: Any) -> Path:
+    """Return where this worker keeps its errors in the checkpoint of this step."""
+    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"compression-worker{dist.get_rank()}.pt"
+
+
+def read_state(path: Path) -> Any:
+    """Return a worker's state.
+
+    Raises:
+        ValueError: the checkpoint has no file of this worker.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is missing, so this worker's errors cannot be resumed. The checkpoint was "
+            f"written without CompressedGradients, or by fewer workers. Start from its weights "
+            f"without resume_from_checkpoint."
+        )
+    return torch.load(path, weights_only=True, map_location="cpu")
