@@ -113,7 +113,7 @@ def language_model(out: Path, keep: bool) -> Summary:
     (summary,) = json.loads(path.read_text())["rows"]
     events = EventAccumulator(str(out / "tensorboard" / "total_error")).Reload()
     for name, plural in (("level", "levels"), ("density", "densities")):
-        summary[plural] = [s.value for s in events.Scalars(f"compression_epoch/{name}")]
+        summary[plural] = [s.value for s in events.Scalars(f"~compression_epoch/{name}")]
     return dict(summary)
 
 

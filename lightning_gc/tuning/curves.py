@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning_gc.lightning.monitor.dashboard import OURS, is_rate
 from lightning_gc.methods.method import DENSE
 from lightning_gc.tuning.final_runs import TUNED, final_records
 from lightning_gc.tuning.report import file_name
@@ -55,8 +56,8 @@ def write_curves(experiment: str, studies: Studies, out: str | Path) -> list[Pat
     return [root / FILE, *runs]
 
 
-_OURS = ("~compression/ratio", "~compression/bytes")
-"""Tags of a run's totals. TensorBoard sorts them after the user's own."""
+_OURS = (f"{OURS}ratio", f"{OURS}bytes")
+"""Tags of a run's totals."""
 
 
 def _folder(method: str, record: Row) -> str:
@@ -81,9 +82,7 @@ def differing(rows: list[Row]) -> list[str]:
     """Return the names of settings that differ between rows, learning rates first."""
     names = dict.fromkeys(name for row in rows for name in row)
     found = [name for name in names if len({repr(row.get(name)) for row in rows}) > 1]
-    last = [name.rpartition(".")[2] for name in found]
-    rates = [n for n, short in zip(found, last, strict=True) if short == "lr" or "rate" in short]
-    return [*rates, *(name for name in found if name not in rates)]
+    return sorted(found, key=lambda name: not is_rate(name))
 
 
 def _columns(known: Row, metrics: Iterable[str]) -> Any:

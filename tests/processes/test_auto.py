@@ -130,7 +130,7 @@ def test_tensorboard_shows_the_choice_and_why(tmp_path: Path) -> None:
     }
     simulated(2, case)
     events = EventAccumulator(str(tmp_path)).Reload()
-    curve = [each.value for each in events.Scalars("compression/choice")]
+    curve = [each.value for each in events.Scalars("~compression/choice")]
     assert curve[0] == 0
     assert curve[-1] == PLACES["powersgd"]
     texts = [

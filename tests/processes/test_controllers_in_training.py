@@ -290,8 +290,8 @@ def test_the_run_shows_why(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = events.Tags()
     expected = {"level", "level_min", "level_max", "critical_share", "uncompressed_share"}
-    assert {f"compression/{name}" for name in expected} <= set(tags["scalars"])
-    assert len(events.Scalars("compression/critical_share")) == 4
+    assert {f"~compression/{name}" for name in expected} <= set(tags["scalars"])
+    assert len(events.Scalars("~compression/critical_share")) == 4
     texts = [
         e.tensor_proto.string_val[0].decode()
         for e in events.Tensors("compression/decision/text_summary")

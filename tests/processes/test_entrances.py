@@ -110,7 +110,7 @@ def all_ways(rank: int, ranks: int, kinds: list[str], folder: str) -> dict[str, 
 def scores(logger: Any) -> dict[str, list[Any]]:
     """Return the losses by which TensorBoard sorts runs, as written so far."""
     events = EventAccumulator(logger.log_dir).Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("compression")]
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("~compression")]
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
 
 

@@ -134,12 +134,12 @@ def test_the_file_of_the_page_from_yaml_trains(tmp_path: Path) -> None:
     run_in_processes(fit_from_yaml, 2, str(tmp_path))
     (log,) = tmp_path.rglob("events.*")
     events = EventAccumulator(str(log)).Reload()
-    first, *_, last = (event.value for event in events.Scalars("compression/ratio"))
+    first, *_, last = (event.value for event in events.Scalars("~compression/ratio"))
     assert 1 < first < 10 < last  # the controller's first level and its last
 
 
 def instantiate(part: Any) -> Any:
-    """Return what Hydra makes of a part of a file: ``_target_`` with its arguments, inside first."""
+    """Return what Hydra makes of a part of a file: each ``_target_`` with its arguments."""
     if not isinstance(part, dict):
         return part
     made = {name: instantiate(value) for name, value in part.items() if name != "_target_"}

@@ -354,7 +354,8 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
     def _write(self, trainer: Any, figures: dict[str, float], step: int) -> None:
         self._dashboard.wrote(figures)
         for logger in trainer.loggers:
-            logger.log_metrics(figures, step=step)
+            last = {f"~{name}": value for name, value in figures.items()}  # of all charts, see OURS
+            logger.log_metrics(last if is_tensorboard(logger) else figures, step=step)
 
 
 def fitting(trainer: Any) -> bool:

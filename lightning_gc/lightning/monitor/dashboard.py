@@ -15,6 +15,8 @@ from lightning_gc.core.settings import short
 
 PREFIX = "compression/"
 EPOCH = "compression_epoch/"
+OURS, OURS_EPOCH = f"~{PREFIX}", f"~{EPOCH}"
+"""The same in TensorBoard, which sorts charts by name: the user's own stand before ours."""
 
 _PAGE = "gradient compression"
 _CHARTS = {
@@ -31,7 +33,7 @@ _CHARTS = {
     "local steps: drift and outer step, as norms": "(drift|outer_step)",
     "total error so far": "total_error(_update)?",
 }
-"""``{title: pattern of tags after PREFIX}``, in the page's order, after the chart of losses."""
+"""``{title: pattern of tags after OURS}``, in the page's order, after the chart of losses."""
 
 
 class Dashboard:
@@ -66,7 +68,9 @@ class Dashboard:
         self._columns = self._metrics()
         self._configuration = configuration(trainer)
         own = hparams_of(trainer)
-        self._hparams = own | self._configuration
+        found = own | self._configuration
+        first = sorted(found, key=lambda name: (not is_rate(name), name != "gc/compressor"))
+        self._hparams = {name: found[name] for name in first}
         for board in self._boards:
             board.log_hyperparams(self._hparams, {})  # into hparams.yaml only
             if own and getattr(board, "_default_hp_metric", True):
@@ -78,14 +82,14 @@ class Dashboard:
         """Return the HPARAMS page's metrics: names by tag, the most useful first."""
         losses = list(filter(_is_loss, self._monitored)) or [f"{self._kind} loss"]
         return {
-            f"{PREFIX}{self._kind}_loss": losses[0],
+            f"{OURS}{self._kind}_loss": losses[0],
             **{name: name for name in self._monitored if not _is_loss(name)},
-            f"{PREFIX}total_ratio": "compression ratio",
-            f"{EPOCH}step_seconds": "seconds per step",
-            f"{PREFIX}total_wire_bytes": "bytes sent per worker",
-            f"{PREFIX}total_dense_bytes": "bytes uncompressed",
-            f"{PREFIX}total_encoded_bytes": "bytes encoded",
-            f"{PREFIX}total_encoding_ratio": "encoding ratio",
+            f"{OURS}total_ratio": "compression ratio",
+            f"{OURS_EPOCH}step_seconds": "seconds per step",
+            f"{OURS}total_wire_bytes": "bytes sent per worker",
+            f"{OURS}total_dense_bytes": "bytes uncompressed",
+            f"{OURS}total_encoded_bytes": "bytes encoded",
+            f"{OURS}total_encoding_ratio": "encoding ratio",
         }
 
     @property
@@ -146,7 +150,7 @@ class Dashboard:
         """Write the loss by which the HPARAMS page sorts runs, if it is of this kind."""
         for board in self._boards if kind == self._kind else ():
             for name in filter(_is_loss, self.losses(kind)[:1]):
-                board.log_metrics({f"{PREFIX}{kind}_loss": self._logged[kind][name]}, step)
+                board.log_metrics({f"{OURS}{kind}_loss": self._logged[kind][name]}, step)
 
     def draw(self, *, last: bool = False) -> None:
         """Write the layout of Custom Scalars if there are new charts.
@@ -163,7 +167,7 @@ class Dashboard:
         shown = [tag for tag in self._tags if tag.removeprefix(PREFIX) not in self._dull]
         for title, pattern in _CHARTS.items():
             if any(re.fullmatch(PREFIX + pattern, tag) for tag in shown):
-                charts[title] = [PREFIX + pattern]
+                charts[title] = [OURS + pattern]
         if charts and (last or charts != self._drawn):
             self._drawn = charts
             for board in self._boards:
@@ -207,6 +211,12 @@ class Dashboard:
         for board in self._boards:
             board.experiment.add_text(PREFIX + name, text, step)
             board.experiment.flush()
+
+
+def is_rate(name: str) -> bool:
+    """Return whether a hyperparameter is a learning rate, by its name."""
+    last = re.split(r"[./]", name)[-1].lower()
+    return last == "lr" or last.endswith("learning_rate")
 
 
 def _is_loss(name: str) -> bool:
