@@ -50,6 +50,9 @@ if _TYPE_CHECKING:
     from lightning_gc.local_steps import Unequal as Unequal
     from lightning_gc.local_steps.roll import Roll as Roll
     from lightning_gc.memories import *
+    from lightning_gc.packing import Sender as Sender
+    from lightning_gc.packing import pack as pack
+    from lightning_gc.packing import unpack as unpack
     from lightning_gc.schemes import *
     from lightning_gc.sharded.unit_gathers import WeightDifferences as WeightDifferences
     from lightning_gc.together import Together as Together
@@ -71,7 +74,10 @@ _SINGLE = {
     "Unequal": "local_steps",
     "WeightDifferences": "sharded.unit_gathers",
     "advise": "advice",
+    "Sender": "packing",
     "attach": "attachment.plain_torch",
+    "pack": "packing",
+    "unpack": "packing",
 }
 _EITHER_LIGHTNING = {
     "CompressedDDPStrategy": "lightning.ddp.CompressedDDP",

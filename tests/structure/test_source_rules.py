@@ -218,6 +218,7 @@ READ_BY = {
     "local_steps/snapshot.py": {"json.loads", "safetensors.torch.load"},
     "methods/method.py": {"yaml.safe_load"},  # values of fields that the user types
     "methods/yaml_config.py": {"json.loads", "yaml.safe_load"},
+    "packing.py": {"json.loads"},
     "tuning/journal.py": {
         *("JournalStorage", "RDBStorage", "json.loads"),
         *("optuna.storages.JournalStorage", "optuna.storages.RDBStorage"),
