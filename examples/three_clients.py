@@ -94,7 +94,7 @@ def main(rounds: int) -> None:
                 sys.stdout.write(f"client {number}: {error}\n")
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                weight -= torch.stack([change[name] for change in changes]).mean(0)
+                weight.sub_(torch.stack([change[name] for change in changes]).mean(0))
     for line in lines:
         line.send_bytes(b"")
     dense = rounds * CLIENTS * 4 * sum(param.numel() for param in model.parameters())

@@ -21,7 +21,7 @@ from lightning_gc.attachment.plain_torch import attach
 from lightning_gc.transports.base import all_reduce_bytes
 
 
-class CompressedGradients(TrainerCallback):  # type: ignore[misc] - transformers has no types
+class CompressedGradients(TrainerCallback):
     """Compresses the gradients that a Trainer of transformers exchanges; adds itself to it.
 
     When training begins it attaches to the model, which the Trainer has wrapped in

@@ -160,9 +160,7 @@ def unpack(
     """
     header, body = _opened(data)
     shapes = _shapes(header.get("shapes"), most_elements)
-    lengths, step, seed = header.get("lengths"), header.get("step"), header.get("seed")
-    if not (_is_count(step) and _is_count(seed)):
-        raise ValueError("The message has no step or seed, so it is damaged.")
+    step, seed = _counts(header, "step", "seed")
     engine = _engine(compressor, None, seed)
     if header.get("method") != repr(engine.compressor):
         raise ValueError(
@@ -172,7 +170,7 @@ def unpack(
     engine.rounds.step = step
     flat = torch.zeros(sum(map(math.prod, shapes.values())))
     with torch.no_grad():
-        _replay(engine.flow(flat, shapes), _pieces(lengths), body)
+        _replay(engine.flow(flat, shapes), _pieces(header.get("lengths")), body)
     pieces = flat.split([math.prod(shape) for shape in shapes.values()])
     return {n: piece.view(s) for (n, s), piece in zip(shapes.items(), pieces, strict=True)}
 
@@ -230,6 +228,12 @@ def _opened(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _counts(header: dict[str, Any], *names: str) -> list[int]:
+    if not all(_is_count(header.get(name)) for name in names):
+        raise ValueError(f"The message has no {' or '.join(names)}, so it is damaged.")
+    return [int(header[name]) for name in names]
 
 
 def _shapes(given: Any, most_elements: int) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gc.core.flow import Payload
 
-FORMAT = 2
+FORMAT = 3
 """Number of the layout of messages. Every change of what workers send raises it."""
 
 ALIGNMENT = 16
@@ -216,13 +216,20 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def joined(flats: Sequence[Tensor]) -> Tensor:
-    """Return flat tensors of one dtype as one; without a copy if they lie one after another."""
+    """Return flat tensors of one dtype as one; without a copy if they lie together."""
+    if not lie_together(flats):
+        return torch.cat(list(flats))
+    return flats[0].as_strided((sum(flat.numel() for flat in flats),), (1,))
+
+
+def lie_together(flats: Sequence[Tensor]) -> bool:
+    """Return whether flat tensors of one dtype lie one after another in one allocation."""
     first, end = flats[0], flats[0].data_ptr()
     for flat in flats:
         if flat.data_ptr() != end or storage_of(flat) != storage_of(first):
-            return torch.cat(list(flats))
+            return False
         end += flat.numel() * flat.element_size()
-    return first.as_strided((sum(flat.numel() for flat in flats),), (1,))
+    return True
 
 
 def lies_in(flats: Sequence[Tensor], whole: Tensor) -> bool:

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, MeanShard, Payload, Reply, Request
 from lightning_gc.core.flow import Arrived
-from lightning_gc.core.message import FORMAT, Message, Packed, as_bytes, joined, lies_in
+from lightning_gc.core.message import (
+    FORMAT,
+    Message,
+    Packed,
+    as_bytes,
+    joined,
+    lie_together,
+    lies_in,
+)
 from lightning_gc.transports.base import (
     LENGTH_BYTES,
     Transport,
@@ -46,6 +54,19 @@ _NAMES = {
 }
 
 
+_LARGE = 1 << 20  # bytes that are not copied only to travel together
+
+
+def _parts(tensors: Sequence[Tensor], members: Sequence[int]) -> list[list[int]]:
+    """Return which of a dtype's tensors travel together: all of them, or small ones only."""
+    views = [tensors[i].view(-1) for i in members]
+    if views[0].device.type != "cpu" or lie_together(views):
+        return [list(members)]
+    small = [i for i in members if tensors[i].nbytes < _LARGE]
+    large = [[i] for i in members if tensors[i].nbytes >= _LARGE]
+    return large + ([small] if small else [])
+
+
 class Distributed(Transport):
     """Fulfils requests over a process group of NCCL or Gloo, one contiguous message each.
 
@@ -66,7 +87,8 @@ class Distributed(Transport):
 
     Communication pattern:
         ``Mean`` is one all-reduce per dtype, ``Gather`` one all-gather, ``Exchange`` one
-        all-to-all, ``MeanShard`` one reduce-scatter. On the host an ``Exchange``, and a large
+        all-to-all, ``MeanShard`` one reduce-scatter. On the host tensors of a ``Mean`` of 1 MiB
+        or more have an all-reduce each, at the same time. An ``Exchange``, and a large
         ``Gather`` of two workers, is sent point to point in pieces. Ragged payloads send their
         lengths, 8 bytes per tensor, unless all workers know them: first, in an all-gather or
         all-to-all, or, in an ``Exchange`` on the host, in front of each message. They end in a seal
@@ -116,17 +138,28 @@ class Distributed(Transport):
         means = list(tensors)
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-            views = [tensors[i].view(-1) for i in members]
-            flat = joined(views)
-            # Divided before the sum, as DDP does: half precision must not overflow.
-            flat.mul_(1 / self.workers)
-            dist.all_reduce(flat, group=self.group)
-            self.sent_bytes += all_reduce_bytes(flat.numel() * flat.element_size(), self.workers)
-            if flat.data_ptr() != views[0].data_ptr():
-                pieces = flat.split([v.numel() for v in views])
-                for i, piece in zip(members, pieces, strict=True):
-                    means[i] = piece.view(tensors[i].shape)
+            started = []
+            for part in _parts(tensors, members):
+                views = [tensors[i].view(-1) for i in part]
+                flat = joined(views)
+                # Divided before the sum, as DDP does: half precision must not overflow.
+                flat.mul_(1 / self.workers)
+                started.append(self._all_reduce(flat, at_once=len(part) < len(members)))
+                self.sent_bytes += all_reduce_bytes(flat.nbytes, self.workers)
+                if flat.data_ptr() != views[0].data_ptr():
+                    pieces = flat.split([v.numel() for v in views])
+                    for i, piece in zip(part, pieces, strict=True):
+                        means[i] = piece.view(tensors[i].shape)
+            for work in started:
+                if work is not None:
+                    work.wait()
         return means
+
+    def _all_reduce(self, flat: Tensor, *, at_once: bool) -> Any:
+        """Sum over workers, in place; with ``at_once`` return what is to be waited for."""
+        if at_once:
+            return dist.all_reduce(flat, group=self.group, async_op=True)
+        return dist.all_reduce(flat, group=self.group)
 
     def _mean_shard(self, request: MeanShard) -> Reply:
         # FSDP2's own call: its layout, dtype and operation decide the order of the backend's sums.

@@ -96,7 +96,8 @@ def _session(settings: Row) -> tuple[Any, Any]:
     """Return the two records that give a run its row."""
     from torch.utils.tensorboard.summary import hparams
 
-    return hparams(settings, {})[1:]
+    _, begin, end = hparams(settings, {})
+    return begin, end
 
 
 def _scalar(name: str, value: float) -> Any:

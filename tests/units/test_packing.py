@@ -48,7 +48,7 @@ def test_nothing_is_lost_over_many_messages(compressor: Compressor) -> None:
     """What was given is what has arrived, and the error that the sender still has."""
     from lightning_gc import ErrorFeedback
 
-    sender, arrived, sent = Sender(compressor, ErrorFeedback()), 0.0, 0.0
+    sender, sent, arrived = Sender(compressor, ErrorFeedback()), torch.zeros(()), torch.zeros(())
     for step in range(30):
         tensors = drawn(step)
         sent = sent + tensors["weight"]
