@@ -168,7 +168,8 @@ def unpack(
             f"{engine.compressor!r}. Give unpack the sender's compressor."
         )
     engine.rounds.step = step
-    flat = torch.zeros(sum(map(math.prod, shapes.values())))
+    numel = sum(map(math.prod, shapes.values()))
+    flat = torch.zeros(numel, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         _replay(engine.flow(flat, shapes), _pieces(header.get("lengths")), body)
     pieces = flat.split([math.prod(shape) for shape in shapes.values()])

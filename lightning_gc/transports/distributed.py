@@ -159,7 +159,8 @@ class Distributed(Transport):
         """Sum over workers, in place; with ``at_once`` return what is to be waited for."""
         if at_once:
             return dist.all_reduce(flat, group=self.group, async_op=True)
-        return dist.all_reduce(flat, group=self.group)
+        dist.all_reduce(flat, group=self.group)
+        return None
 
     def _mean_shard(self, request: MeanShard) -> Reply:
         # FSDP2's own call: its layout, dtype and operation decide the order of the backend's sums.

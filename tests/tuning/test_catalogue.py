@@ -236,7 +236,7 @@ def test_families_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "memories", "--markdown"]) == cli.OK
     assert capsys.readouterr().out == catalogue.markdown("memories")
     assert cli.main(["list", "recollections"]) == cli.USAGE
-    assert "'recollections' is not a family. Choose from compressors" in capsys.readouterr().err
+    assert "'recollections' is not a family. Choose from start, compr" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -351,6 +351,7 @@ PYTHONS_WORDS = {
     "ExchangeRecord",
     "FittedLink",
     "LocalSteps",
+    "Sender",
     "Needs",
 }
 PYTHONS_WORDS |= {"Candidate", "Observation", "Point", "Roll", "Together", "Weighed"}
