@@ -250,16 +250,24 @@ def predict(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """Draw the losses over time."""
+    """Draw the losses over time: an SVG has colours for light and for dark pages."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for run, colour in zip(runs, ("#888888", "#0a7d6c"), strict=True):
-        axes.plot(run["seconds"], run["losses"], color=colour, lw=2, label=run["strategy"])
-    axes.set(xlabel="seconds", ylabel="training loss")
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    from lightning_gc.methods import plot_style
+
+    def panel(figure: Figure) -> None:
+        axes = figure.subplots()
+        for run, colour in zip(runs, (plot_style.MUTED, plot_style.SERIES[0]), strict=True):
+            axes.plot(run["seconds"], run["losses"], color=colour, lw=2, label=run["strategy"])
+        axes.set(xlabel="seconds", ylabel="training loss")
+        axes.legend(frameon=False)
+
+    if path.suffix == ".svg":
+        path.write_bytes(plot_style.svg(panel, path.stem))
+    else:
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        panel(figure)
+        figure.savefig(path, dpi=150)
 
 
 def parse() -> argparse.Namespace:
@@ -271,6 +279,7 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, default=100, help="steps of each run (default: %(default)s)")
     after = "strategy to compare with plain DDP (default: %(default)s)"
     add("--after", default="compressed_ddp_auto", help=after)
+    add("--picture", type=Path, default=Path("first_speedup.png"), help="(default: %(default)s)")
     add("--simulate", action="store_true", help="simulate both workers, here too")
     add("--work", help=argparse.SUPPRESS)
     add("--out", type=Path, help=argparse.SUPPRESS)
@@ -308,11 +317,11 @@ def main() -> None:
     times, less = before["step"] / after["step"], before["bytes"] / after["bytes"]
     say(f"\nA step is {times:.2f} times as fast, with {less:.1f} times fewer bytes.")
     try:
-        draw(runs, Path("first_speedup.png"))
+        draw(runs, options.picture)
     except ImportError:
         say("No picture without matplotlib.")
     else:
-        say("Losses over time: first_speedup.png")
+        say(f"Losses over time: {options.picture}")
 
 
 if __name__ == "__main__":

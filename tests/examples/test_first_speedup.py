@@ -1,0 +1,52 @@
+"""The program of the page "Your first speedup": two workers, simulated or over a slow link."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "first_speedup.py"
+MAY_MAKE_LINKS = os.geteuid() == 0 and bool(shutil.which("ip")) and bool(shutil.which("tc"))
+
+
+def compared(folder: Path, *options: str) -> dict[str, list[float]]:
+    """Return seconds per step, megabytes per step and loss of both strategies."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), *options],
+        capture_output=True,
+        text=True,
+        timeout=220,
+        check=False,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"A step is \S+ times as fast, with \S+ times fewer bytes\.", done.stdout)
+    rows = re.findall(r"^(\w*ddp\w*) +(\S+) +(\S+) +(\S+)$", done.stdout, re.M)
+    return {name: [float(figure) for figure in figures] for name, *figures in rows}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["images", pytest.param("text", marks=pytest.mark.nightly)])
+def test_simulated_workers_show_what_compression_saves(kind: str, tmp_path: Path) -> None:
+    options = ["--simulate", "--model", kind, "--steps", "6", "--after", "compressed_ddp_qsgd"]
+    rows = compared(tmp_path, *options, "--mbit", "10")
+    (seconds, mbytes, loss), (faster, fewer, other) = rows["ddp"], rows["compressed_ddp_qsgd"]
+    assert mbytes / fewer > 7
+    assert seconds > faster  # 20 MB take 17 s here
+    assert abs(loss - other) < 0.1 * loss
+    assert (tmp_path / "first_speedup.png").stat().st_size > 10_000
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.skipif(not MAY_MAKE_LINKS, reason="needs root, ip and tc, to make a slow link")
+def test_two_processes_over_a_slow_link(tmp_path: Path) -> None:
+    rows = compared(tmp_path, "--steps", "12", "--after", "compressed_ddp_qsgd", "--mbit", "100")
+    (seconds, mbytes, _), (faster, fewer, _) = rows["ddp"], rows["compressed_ddp_qsgd"]
+    assert mbytes == pytest.approx(20.8, rel=0.03)  # counted by the network interface
+    assert mbytes / fewer > 7
+    assert seconds > faster
