@@ -275,7 +275,7 @@ def test_the_verdict_is_the_first_and_the_last_line(
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == last
     assert first.startswith(f"Verdict: {words}")
-    assert ("learning rate" in first) == (verdict.choice is not None)
+    assert ("To tune again: nothing." in first) == (verdict.choice == "cast")
 
 
 @pytest.mark.parametrize(

@@ -163,9 +163,6 @@ def test_tensorboard_layout_and_hparams(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = events.Tags()
     assert {f"~compression/{name}" for name in FIGURES} <= set(tags["scalars"])
-    mine = [tag for tag in tags["scalars"] if not tag.startswith("~")]
-    assert mine
-    assert sorted(tags["scalars"])[: len(mine)] == sorted(mine)  # TensorBoard sorts them like that
     assert "custom_scalars__config__" in tags["tensors"]
     assert any("hparams" in plugin for plugin in events.summary_metadata) or tags["scalars"]
     assert "gc/compressor: TopK(0.01)" in (tmp_path / "hparams.yaml").read_text()

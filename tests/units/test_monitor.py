@@ -578,6 +578,10 @@ def test_runs_can_be_sorted_by_the_validation_loss(monitored: bool, tmp_path: Pa
     values = {each.name.tag: each.value for each in group.metric_values}
     assert values["~compression/validation_loss"] == events.Scalars("held_out_loss")[-1].value
     assert values["~compression/total_ratio"] > 1
+    tags = sorted(events.Tags()["scalars"])  # as TensorBoard sorts charts
+    mine = [tag for tag in tags if not tag.startswith("~")]
+    assert "held_out_loss" in mine
+    assert tags[: len(mine)] == mine
     metadata = events.SummaryMetadata("_hparams_/experiment").plugin_data.content
     experiment = parse_experiment_plugin_data(metadata)
     names = [each.display_name for each in experiment.metric_infos]
