@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_gc.lightning.monitor.dashboard import OURS, is_rate
+from lightning_gc.lightning.monitor.dashboard import OURS
 from lightning_gc.methods.method import DENSE
 from lightning_gc.tuning.final_runs import TUNED, final_records
 from lightning_gc.tuning.report import file_name
@@ -22,7 +23,7 @@ def write_curves(experiment: str, studies: Studies, out: str | Path) -> list[Pat
     A run has every metric that the model logged, by validation, and the ratio and bytes of the
     whole run. Runs with dense's hyper-parameters have ``(dense's)`` after their method. The page
     HPARAMS has a row per run. Its columns are the hyper-parameters that differ between runs,
-    learning rates first, then the metric, the test metric, the ratio and the bytes.
+    learning rates and the method first. Then come the metric, the test metric, ratio and bytes.
 
     Final runs of earlier versions have kept the metric alone.
 
@@ -44,11 +45,12 @@ def write_curves(experiment: str, studies: Studies, out: str | Path) -> list[Pat
         return []
     rows = [settings for settings, *_ in runs.values()]
     names, rules = differing(rows), rules_of(studies)
-    known = {name: next(row[name] for row in rows if name in row) for name in names}
+    columns = {name: f"{place:02d} {name}" for place, name in enumerate(names)}
+    known = {columns[n]: next(row[n] for row in rows if n in row) for n in names}
     metrics = filter(None, (rules["metric"], rules.get("test_metric"), *_OURS))
     _write(root / FILE, [(0, _columns(known, metrics))])
     for path, (settings, curves, totals) in runs.items():
-        shown = {name: settings[name] for name in names if name in settings}
+        shown = {columns[name]: settings[name] for name in names if name in settings}
         records = [(0, record) for record in _session(shown)]
         for name, values in {**curves, **{name: [value] for name, value in totals.items()}}.items():
             records += [(i, _scalar(name, v)) for i, v in enumerate(values) if v is not None]
@@ -62,20 +64,28 @@ _OURS = (f"{OURS}ratio", f"{OURS}bytes")
 
 def _folder(method: str, record: Row) -> str:
     """Return the name of a final run, as TensorBoard shows it."""
-    own = "" if record["source"] == TUNED else " (dense's)"
-    return f"{file_name(method)}{own}/seed_{record['seed']}"
+    return f"{_name(file_name(method), record)}/seed_{record['seed']}"
+
+
+def _name(method: str, record: Row) -> str:
+    return method if record["source"] == TUNED else f"{method} (dense's)"
 
 
 def _row(method: str, record: Row, studies: Studies) -> tuple[Row, Row, Row]:
     """Return a final run's settings, curves and totals."""
     rules, sizes = rules_of(studies), sizes_of(studies)
-    tuned = "itself" if record["source"] == TUNED else "dense"
-    settings = {**record["params"], "method": method, "tuned for": tuned, "seed": record["seed"]}
+    settings = {"method": _name(method, record), **record["params"]}
     curves = record.get("logged") or {rules["metric"]: record["curve"]}
     totals = dict(zip(_OURS, map(record.get, sizes), strict=True))
     if rules.get("test_metric"):
         totals[rules["test_metric"]] = record["test"]
     return settings, curves, totals
+
+
+def is_rate(name: str) -> bool:
+    """Return whether a hyper-parameter is a learning rate, by its name."""
+    last = re.split(r"[./]", name)[-1].lower()
+    return last == "lr" or last.endswith("learning_rate")
 
 
 def differing(rows: list[Row]) -> list[str]:
@@ -86,10 +96,22 @@ def differing(rows: list[Row]) -> list[str]:
 
 
 def _columns(known: Row, metrics: Iterable[str]) -> Any:
-    """Return the record that declares the columns of the page HPARAMS, in order."""
+    """Return the record that declares the columns of the page HPARAMS.
+
+    TensorBoard sorts hyper-parameters by name, and shows another one: that without the number.
+    """
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams
 
-    return hparams(known, dict.fromkeys(metrics, 0))[0]
+    record = hparams(known, dict.fromkeys(metrics, 0))[0]
+    plugin = record.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(plugin.content)
+    for info in content.experiment.hparam_infos:
+        info.display_name = info.name.partition(" ")[2]
+    for info in content.experiment.metric_infos:
+        info.display_name = info.name.tag.removeprefix(OURS)
+    plugin.content = content.SerializeToString()
+    return record
 
 
 def _session(settings: Row) -> tuple[Any, Any]:

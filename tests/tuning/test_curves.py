@@ -10,7 +10,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from lightning_gc import cli
 from lightning_gc.tuning import tune, write_curves
-from lightning_gc.tuning.curves import FILE, differing
+from lightning_gc.tuning.curves import FILE, differing, is_rate
 from tests.support.fitting import unwarned
 from tests.support.tuning import experiment
 
@@ -57,15 +57,26 @@ def test_the_page_of_hyper_parameters_begins_with_what_decides(
 ) -> None:
     write_curves("toy", studies, tmp_path)
     columns = hparams(tmp_path / "toy", ROOT).experiment
-    names = {info.name for info in columns.hparam_infos}
+    infos = sorted(columns.hparam_infos, key=lambda info: info.name)  # as TensorBoard does
+    names = [info.display_name for info in infos]
     # The winner may be the first trial, which has dense's.
-    assert names - {"x"} == {"compressor.density", "method", "tuned for", "seed"}
-    metrics = [info.name.tag for info in columns.metric_infos]
-    assert metrics == ["loss", "test", "~compression/ratio", "~compression/bytes"]
+    assert [name for name in names if name != "x"] == ["method", "compressor.density"]
+    metrics = [info.display_name for info in columns.metric_infos]
+    assert metrics == ["loss", "test", "ratio", "bytes"]
     session = hparams(tmp_path / "toy/topk (dense's)/seed_1", "_hparams_/session_start_info")
     found = session.session_start_info.hparams
-    assert found["tuned for"].string_value == "dense"
-    assert found["seed"].number_value == 1
+    assert "topk (dense's)" in [value.string_value for value in found.values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        *[(name, True) for name in ("lr", "model.lr", "optim/LR", "base_learning_rate")],
+        *[(name, False) for name in ("dropout_rate", "lr_decay", "color", "gc/compressor")],
+    ],
+)
+def test_what_counts_as_a_learning_rate(name: str, found: bool) -> None:
+    assert is_rate(name) == found
 
 
 def test_settings_that_are_everywhere_the_same_are_left_out() -> None:

@@ -45,7 +45,7 @@ from lightning_gc.lightning.for_pytorch_lightning import (
     SimulatedLocalStepsStrategy,
 )
 from lightning_gc.lightning.monitor.callback import level_figures
-from lightning_gc.lightning.monitor.dashboard import _flat, is_rate
+from lightning_gc.lightning.monitor.dashboard import _flat
 from lightning_gc.lightning.monitor.totals import Totals, summary
 from tests.support.fitting import Crashed, fit, unwarned
 from tests.support.models import Plain, common_batches
@@ -588,17 +588,6 @@ def test_runs_can_be_sorted_by_the_validation_loss(monitored: bool, tmp_path: Pa
     loss = "held_out_loss" if monitored else "validation loss"
     assert names[:3] == [loss, "compression ratio", "seconds per step"]
     assert "compressor" in [each.display_name for each in experiment.hparam_infos]
-
-
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        *[(name, True) for name in ("lr", "model.lr", "optim/LR", "base_learning_rate")],
-        *[(name, False) for name in ("dropout_rate", "lr_decay", "color", "gc/compressor")],
-    ],
-)
-def test_what_counts_as_a_learning_rate(name: str, found: bool) -> None:
-    assert is_rate(name) == found
 
 
 def test_a_fast_dev_run_writes_to_dummies(tmp_path: Path) -> None:

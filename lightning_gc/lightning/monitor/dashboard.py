@@ -68,9 +68,7 @@ class Dashboard:
         self._columns = self._metrics()
         self._configuration = configuration(trainer)
         own = hparams_of(trainer)
-        found = own | self._configuration
-        first = sorted(found, key=lambda name: (not is_rate(name), name != "gc/compressor"))
-        self._hparams = {name: found[name] for name in first}
+        self._hparams = own | self._configuration
         for board in self._boards:
             board.log_hyperparams(self._hparams, {})  # into hparams.yaml only
             if own and getattr(board, "_default_hp_metric", True):
@@ -211,12 +209,6 @@ class Dashboard:
         for board in self._boards:
             board.experiment.add_text(PREFIX + name, text, step)
             board.experiment.flush()
-
-
-def is_rate(name: str) -> bool:
-    """Return whether a hyperparameter is a learning rate, by its name."""
-    last = re.split(r"[./]", name)[-1].lower()
-    return last == "lr" or last.endswith("learning_rate")
 
 
 def _is_loss(name: str) -> bool:
