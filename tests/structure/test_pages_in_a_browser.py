@@ -199,7 +199,7 @@ def test_pages(browser: Any, address: str, site: Path, width: int, scheme: str) 
 
 def test_compressors_are_sorted_by_a_click(browser: Any, address: str) -> None:
     tab = browser.new_page()
-    tab.goto(address + "methods.html", wait_until="networkidle")
+    tab.goto(address + "catalogue-tables.html", wait_until="networkidle")
     table = tab.locator(".sortable table").first
     table.locator("th", has_text="bits").click()
     column = table.locator("th").all_text_contents().index("bits")
