@@ -4,8 +4,8 @@
 
 Each worker is a process in a network namespace; the links are shaped. A cell is a link with a model
 and a number of workers. There ``auto`` trains twice with each word, until it has decided.
-What looking has cost is its own figure, in seconds that it would not have needed otherwise:
-weighing, and steps of trials that took longer than those before.
+The cost of looking is a figure by itself. It has the seconds of weighing, and what steps of trials
+took longer than those before.
 
 Then one run takes plain DDP and all choices in turns of a few steps: a machine's speed moves by
 10 % within minutes, and what is measured seconds apart shares it.
@@ -53,8 +53,8 @@ LOOKED = 90
 RUNS = 2
 """Runs of ``auto`` with each word; all of their choices count."""
 TURN, EARLY, HOPELESS = 5, 2, 1.3
-"""Steps of a turn, the first of which settles; rounds with all choices, and then only with those
-that took at most so many times the fastest's seconds."""
+"""Steps of a turn, whose first one settles. Rounds with all choices; later ones leave out choices
+that took so many times the fastest's seconds."""
 UNCOMPRESSED = "uncompressed"
 
 
@@ -189,7 +189,7 @@ def measure(workers: int, mbit: float, model: str, options: argparse.Namespace) 
 def row_of(cell: dict[str, Any], word: str) -> dict[str, Any]:
     """Return what a word gives in a cell, beside plain DDP and the fastest of its methods.
 
-    Of its turns the lower quartile counts: what else the machine does only ever adds seconds.
+    The lower quartile of the turns counts, since other work on the machine only adds seconds.
     """
     turns = cell["turns"][word]
     took = {name: sorted(taken)[len(taken) // 4] for name, taken in turns.items()}

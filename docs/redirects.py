@@ -35,7 +35,7 @@ def script(url: str) -> str:
         return ""
     go = "const go = () => moved[location.hash] && location.replace(moved[location.hash]);"
     listen = "go(); addEventListener('hashchange', go);"
-    return f"<script>const moved = {json.dumps(places)}; {go} {listen}</script>"
+    return f"<script>{{ const moved = {json.dumps(places)}; {go} {listen} }}</script>"
 
 
 def on_files(files: Files, *, config: Any) -> Files:

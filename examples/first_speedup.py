@@ -17,7 +17,6 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -199,7 +198,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             words = ["ip", "netns", "exec", space, *command]
             workers.append(subprocess.Popen(words, env=os.environ | told))
         try:
-            failed = [each for each in workers if each.wait()]
+            while not (failed := any(each.poll() for each in workers)):
+                if all(each.poll() == 0 for each in workers):
+                    break
+                time.sleep(0.1)
         finally:
             for each in workers:
                 each.kill()
@@ -215,7 +217,7 @@ def link(mbit: float) -> Iterator[list[str]]:
     spaces = [f"speedup{os.getpid()}-{number}" for number in range(WORKERS)]
 
     def tell(words: str) -> None:
-        subprocess.run(words.split(), check=True, timeout=30)
+        subprocess.run(words.split(), check=True, capture_output=True, timeout=30)
 
     try:
         for space in spaces:
@@ -233,6 +235,15 @@ def link(mbit: float) -> Iterator[list[str]]:
     finally:
         for space in spaces:
             subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=30)
+
+
+def may_make_links(mbit: float) -> bool:
+    """Return whether this user may make a link, on this machine: root in a container may not."""
+    try:
+        with link(mbit):
+            return True
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 def predict(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -302,8 +313,9 @@ def main() -> None:
     if options.work:
         work(options)
         return
-    root = hasattr(os, "geteuid") and os.geteuid() == 0
-    real = root and shutil.which("ip") and shutil.which("tc") and not options.simulate
+    real = not options.simulate and may_make_links(options.mbit)
+    if not real and not options.simulate:
+        say("No link can be made here: that needs Linux, root and iproute2. Seconds are predicted.")
     how = "Two processes train" if real else "One process simulates two workers that train"
     say(f"{how} {options.steps} steps twice, over a link of {options.mbit:g} Mbit/s.")
     runs = []

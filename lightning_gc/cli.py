@@ -265,8 +265,9 @@ def _tune(options: argparse.Namespace) -> int:
     where = f"--storage {without_password(storage)} --name {experiment.name}"
     sys.stdout.write(f"\n{results_text(studies, _width())}\n")
     if options.tensorboard is not None:
-        write_curves(experiment.name, studies, options.tensorboard)
-        sys.stdout.write(f"Curves: tensorboard --logdir {options.tensorboard}\n")
+        written = write_curves(experiment.name, studies, options.tensorboard)
+        look = f"tensorboard --logdir {options.tensorboard}"
+        sys.stdout.write(f"Curves: {look if written else 'none, as there are no final runs'}\n")
     sys.stdout.write(f"Next: lightning-gc report {where}\n")
     return OK if all(best_trial(study) for study in studies.values()) else FAILED
 
@@ -384,7 +385,8 @@ def _list(options: argparse.Namespace) -> int:
             raise ValueError(f"{family!r} is not a family. Choose from {names}.")
     width = max(_width(), 220 if options.wide else 0)
     short = [f for f in FAMILIES if options.wide or options.markdown or f not in ("waits", "wire")]
-    families = options.families or (["start", *short] if short != list(FAMILIES) else short)
+    all_columns = options.wide or options.markdown
+    families = options.families or (short if all_columns else ["start", *short])
     texts = (markdown(f) if options.markdown else plain(f, width, options.wide) for f in families)
     sys.stdout.write("\n".join(texts))
     if not (options.wide or options.markdown or options.families):

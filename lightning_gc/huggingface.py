@@ -29,9 +29,9 @@ class CompressedGradients(TrainerCallback):
     errors, ``compression-worker0.pt`` and so on. ``resume_from_checkpoint`` reads them, so that a
     resumed run with as many workers continues bit for bit. A new ``train()`` begins without errors.
 
-    Whenever the Trainer logs, it also logs ``compression/total_wire_bytes``, the bytes that worker
-    0 has sent since training began, ``compression/total_dense_bytes``, those of plain DDP, and
-    ``compression/total_ratio``.
+    Whenever the Trainer logs, it also logs three figures since training began:
+    ``compression/total_wire_bytes`` are worker 0's bytes, ``compression/total_dense_bytes`` plain
+    DDP's, and ``compression/total_ratio`` is their ratio.
 
     Args:
         trainer: a ``transformers.Trainer``, such as ``trl.SFTTrainer``.

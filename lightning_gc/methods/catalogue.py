@@ -324,7 +324,7 @@ START = (
         _RATE,
     ),
 )
-"""What to begin with. README, site, ``lightning-gc list`` and ``advise`` show this table."""
+"""The methods to begin with, as README, site, ``lightning-gc list`` and ``advise`` show them."""
 _START_HEAD = ("you want", "begin with", "bytes sent", "tune again")
 
 

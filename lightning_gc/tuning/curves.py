@@ -47,7 +47,7 @@ def write_curves(experiment: str, studies: Studies, out: str | Path) -> list[Pat
     names, rules = differing(rows), rules_of(studies)
     columns = {name: f"{place:02d} {name}" for place, name in enumerate(names)}
     known = {columns[n]: next(row[n] for row in rows if n in row) for n in names}
-    metrics = filter(None, (rules["metric"], rules.get("test_metric"), *_OURS))
+    metrics = filter(None, (rules["metric"], _test_tag(rules), *_OURS))
     _write(root / FILE, [(0, _columns(known, metrics))])
     for path, (settings, curves, totals) in runs.items():
         shown = {columns[name]: settings[name] for name in names if name in settings}
@@ -77,9 +77,15 @@ def _row(method: str, record: Row, studies: Studies) -> tuple[Row, Row, Row]:
     settings = {"method": _name(method, record), **record["params"]}
     curves = record.get("logged") or {rules["metric"]: record["curve"]}
     totals = dict(zip(_OURS, map(record.get, sizes), strict=True))
-    if rules.get("test_metric"):
-        totals[rules["test_metric"]] = record["test"]
+    if tag := _test_tag(rules):
+        totals[tag] = record["test"]
     return settings, curves, totals
+
+
+def _test_tag(rules: Row) -> str:
+    """Return the tag of the test metric, which may be called as the validation metric is."""
+    name = rules.get("test_metric") or ""
+    return f"{name} (test)" if name == rules["metric"] else name
 
 
 def is_rate(name: str) -> bool:

@@ -241,8 +241,9 @@ def _ending(row: Row, dense: Row | None, sign: int) -> str:
         own, other = _cell(row["validation"]), _cell(dense["validation"])
         return f"ends at {own} in its best trial, dense at {other} (no verdict without final runs)"
     moved, seeds = row[MOVED], min(row["seeds"], dense["seeds"])
-    if isinstance(moved, float | int):
-        noise = _noise(row["test_spread"], row[f"{MOVED}_spread"], row["seeds"])
+    spreads = row["test_spread"], row[f"{MOVED}_spread"]
+    if isinstance(moved, float | int) and None not in spreads:
+        noise = _noise(*spreads, row["seeds"])
         if sign * (row["test"] - moved) > noise:
             both = f"{_cell(row['test'])} tuned, {_cell(moved)} with dense's hyper-parameters"
             return f"is not tuned to its end: it needs more trials ({both})"
@@ -258,9 +259,9 @@ def _ending(row: Row, dense: Row | None, sign: int) -> str:
     return f"ends {apart}, more than the spread over {seeds} seeds"
 
 
-def _noise(spread: float | None, other: float | None, seeds: int) -> float:
-    """Return the least difference of two means over seeds that counts; 0 for one seed."""
-    return math.hypot(spread or 0.0, other or 0.0) * max(1.0, 2 / math.sqrt(seeds))
+def _noise(spread: float, other: float, seeds: int) -> float:
+    """Return the least difference of two means over seeds that counts."""
+    return math.hypot(spread, other) * max(1.0, 2 / math.sqrt(seeds))
 
 
 def _counted(number: int, what: str) -> str:

@@ -152,7 +152,7 @@ def test_a_trainer_trains_twice_and_compiled(tmp_path: Path) -> None:
 
 
 def test_a_worker_reads_no_other_objects_than_tensors(tmp_path: Path) -> None:
-    """Of the file in a checkpoint, whoever has prepared it."""
+    """A prepared file in a checkpoint ends in an error."""
     needed("transformers_trainer")
     from lightning_gc.huggingface import read_state
 

@@ -11,6 +11,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from lightning_gc import cli
 from lightning_gc.tuning import tune, write_curves
 from lightning_gc.tuning.curves import FILE, differing, is_rate
+from lightning_gc.tuning.studies import RULES
 from tests.support.fitting import unwarned
 from tests.support.tuning import experiment
 
@@ -108,14 +109,28 @@ def test_records_of_earlier_versions_have_their_metric(tmp_path: Path) -> None:
     assert [e.value for e in found.Scalars("metric")] == [3.0, 2.0]
 
 
+def test_a_test_metric_with_the_name_of_the_validation_metric_is_another_chart(
+    tmp_path: Path,
+) -> None:
+    study = optuna.create_study(study_name="one/dense")
+    study.set_user_attr(RULES, {"metric": "loss", "test_metric": "loss", "mode": "min"})
+    study.tell(study.ask(), 1.0)
+    record = {"source": "tuned", "seed": 0, "params": {}, "curve": [3.0, 2.0], "test": 5.0}
+    study.set_user_attr("final/tuned/0/0", record | {"validation": 2.0, "diverged": False})
+    write_curves("one", {"dense": study}, tmp_path)
+    found = events(tmp_path / "one" / "dense" / "seed_0")
+    assert [e.value for e in found.Scalars("loss")] == [3.0, 2.0]
+    assert [e.value for e in found.Scalars("loss (test)")] == [5.0]
+
+
 def test_without_final_runs_nothing_is_written(tmp_path: Path) -> None:
     study = optuna.create_study(study_name="new/dense")
     assert write_curves("new", {"dense": study}, tmp_path / "logs") == []
     assert not (tmp_path / "logs").exists()
 
 
-def test_the_command_says_how_to_look(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_command_refuses_a_file_in_place_of_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a").touch()
     with pytest.raises(SystemExit):

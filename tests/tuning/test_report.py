@@ -263,7 +263,7 @@ def result(test: Any, spread: float | None = 1.0, seeds: int = 3, **changes: Any
     return row | moved | changes
 
 
-def moved(test: Any, spread: float = 1.0) -> dict[str, Any]:
+def moved(test: Any, spread: float | None = 1.0) -> dict[str, Any]:
     key = "test_with_dense_hyper_parameters"
     return {key: test, f"{key}_spread": spread}
 
@@ -290,6 +290,8 @@ def moved(test: Any, spread: float = 1.0) -> dict[str, Any]:
         (result(100.0), result(103.0, **moved(102.0)), "ends 3 % above dense"),  # by its spread
         (result(100.0), result(103.0, **moved("diverged")), "ends 3 % above dense"),
         (result(100.0), result(103.0, **moved(90.0), complete=1), "is not tuned to its end"),
+        # Of one seed nobody knows the noise.
+        (result(100.0), result(103.0, None, 1, **moved(90.0, None)), "(no verdict from 12 trials"),
         (result(100.0), result("diverged", None), "diverged in a final run"),
         (result("diverged", None), result(100.0), "cannot be compared, because dense diverged"),
         (result(100.0, validation=None), result(100.0), "cannot be compared, because dense has"),

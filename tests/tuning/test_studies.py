@@ -234,6 +234,38 @@ def distances(kind: str) -> list[float]:
     return [abs(trial.params["x"] - 0.3) for trial in study.trials]
 
 
+def test_the_first_trial_of_a_method_has_denses_hyper_parameters(journal: Path) -> None:
+    """And the method's own fields at their defaults; later draws are as they were without it."""
+    studies = compare(journal, wide(), trials=3)
+    dense, topk = studies["dense"], studies["topk"]
+    first, *others = params(topk)
+    assert first == {"x": dense.best_params["x"], "compressor.density": 0.01}
+    assert all(each["x"] != first["x"] for each in others)
+    assert params(compare(journal, wide(), trials=4)["topk"])[:3] == [first, *others]
+
+
+def test_a_candidate_whose_process_died_is_tried_again(journal: Path) -> None:
+    asked: list[int] = []
+
+    def interrupted(trial: optuna.trial.BaseTrial) -> Any:
+        asked.append(trial.number)
+        if len(asked) == 4:  # the first trial of the second study
+            raise KeyboardInterrupt
+        return bowl(trial)
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(journal, wide(), build=interrupted, trials=3)
+    studies = compare(journal, wide(), trials=3)
+    assert states(studies["topk"])[0] == FAIL
+    assert params(studies["topk"])[0]["x"] == studies["dense"].best_params["x"]
+
+
+def test_a_default_outside_of_its_range_is_drawn(journal: Path) -> None:
+    narrow = Method("topk", space=(Range("density", 0.1, 0.2),))
+    (first,) = params(compare(journal, narrow, trials=1)["topk"])
+    assert 0.1 <= first["compressor.density"] <= 0.2
+
+
 def test_tpe_learns_where_random_draws_do_not() -> None:
     tpe, random = distances("tpe"), distances("random")
     assert tpe[:10] == random[:10]  # nothing to learn from yet

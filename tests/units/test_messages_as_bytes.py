@@ -45,7 +45,7 @@ def test_a_message_has_the_bits_that_a_worker_alone_would_have(compressor: Compr
 
 @pytest.mark.parametrize("compressor", [TopK(0.1), QSGD(4), PowerSGD(2)], ids=str)
 def test_nothing_is_lost_over_many_messages(compressor: Compressor) -> None:
-    """What was given is what has arrived, and the error that the sender still has."""
+    """The sum of all tensors equals what has arrived and the error that the sender still has."""
     from lightning_gc import ErrorFeedback
 
     sender, sent, arrived = Sender(compressor, ErrorFeedback()), torch.zeros(()), torch.zeros(())
@@ -118,7 +118,7 @@ def test_what_cannot_be_is_refused(act: Callable[[], Any], said: str) -> None:
 
 
 def signed(header: dict[str, Any], payloads: bytes) -> bytes:
-    """Return a message whose checksum is right, whatever it says."""
+    """Return a message with the right checksum for any header and payloads."""
     text = json.dumps(header).encode()
     body = struct.pack("<I", len(text)) + text + payloads
     return b"lgc\x01" + struct.pack("<I", zlib.crc32(body)) + body
@@ -141,6 +141,8 @@ def opened(data: bytes) -> tuple[dict[str, Any], bytes]:
         ({"shapes": [["w", [-2]]]}, "not what pack writes"),
         ({"shapes": [["w", [2.5]]]}, "not what pack writes"),
         ({"shapes": {}}, "names no tensors"),
+        ({"shapes": [["w", [0, 1 << 61]]]}, "so it is damaged"),
+        ({"step": 1 << 61, "shapes": [["w", [0]]]}, "so it is damaged"),
         ({"lengths": [[1, 1, 1, 1]]}, "do not fit its tensors"),
         ({"lengths": "abc"}, "do not fit its tensors"),
     ],
