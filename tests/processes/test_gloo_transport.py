@@ -35,6 +35,7 @@ from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Distributed, Recording, distributed
+from lightning_gc.transports.base import all_reduce_bytes
 from lightning_gc.transports.distributed import broadcast_text, gather_text
 from tests.support.instances import ALL, ALL_MEMORIES, ONE_EACH, schemes_for
 from tests.support.processes import run_in_processes
@@ -155,6 +156,19 @@ def requests(worker: int, workers: int) -> None:
     assert means[1].dtype == torch.float64
     assert torch.allclose(means[1], torch.full((2, 2), 2 * middle).double())
     assert torch.allclose(means[2], torch.tensor(middle))
+
+    # Large ones travel where they are, at the same time as small ones, which are joined.
+    large = [torch.full((1 << 18,), float(worker + i)) for i in range(2)]
+    small = [torch.full((i + 1,), 10.0 * worker + i) for i in range(2)]
+    before = transport.sent_bytes
+    mixed = transport.fulfil(Mean((large[0], small[0], large[1], small[1])))
+    for i, mean in enumerate((mixed[0], mixed[2])):
+        assert mean.data_ptr() == large[i].data_ptr()
+        assert torch.allclose(mean, torch.full((1 << 18,), middle + i))
+    for i, mean in enumerate((mixed[1], mixed[3])):
+        assert torch.allclose(mean, torch.full((i + 1,), 10 * middle + i))
+    numels = (1 << 18, 1 << 18, 1 + 2)
+    assert transport.sent_bytes - before == sum(all_reduce_bytes(4 * n, workers) for n in numels)
 
     odd = torch.arange(3, dtype=torch.uint8) + worker  # 3 bytes before 8-byte values
     fixed = transport.fulfil(Gather((odd, torch.full((2,), worker, dtype=torch.int64))))
