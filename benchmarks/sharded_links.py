@@ -2,6 +2,7 @@
 
     python benchmarks/sharded_links.py --mbit 100 1000        # needs Linux, root and iproute2
     python benchmarks/sharded_links.py --mbit 100 1000 --fsdp
+    python benchmarks/sharded_links.py --mbit 100 1000 --tensor-parallel
 
 Each node is a network namespace, so that its ranks reach each other as fast as the machine can, and
 another node's over a shaped link. A small transformer is trained by AdamW, in plain torch. Ways
@@ -11,7 +12,8 @@ Two nodes of two ranks: by DDP, by torch's HSDP with gradients reduced in float3
 and with what replicas or nodes exchange compressed by ``attach``; sharded within nodes without any
 exchange between them is the limit. ``--fsdp``, four nodes of one rank: by FSDP2, and with its
 gradients and weights compressed by ``attach``. Gloo reduce-scatters by an all-reduce, so FSDP2
-itself sends a third more here than over NCCL.
+itself sends a third more here than over NCCL. ``--tensor-parallel``, two nodes whose two ranks have
+the feed-forward layers together and copies of the rest: by torch, and compressed by ``attach``.
 """
 
 from __future__ import annotations
@@ -35,6 +37,11 @@ from namespaces import Link, check_privileges, launch, network, sent_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import QSGD, Hierarchical, Int8, PowerSGD, TopK, WeightDifferences, attach
@@ -72,6 +79,18 @@ def on_all_ranks(dtype: torch.dtype | None = None) -> Callable[[Any], Any]:
     return shard
 
 
+def cut(model: Any) -> Any:
+    """Cut feed-forward layers over the ranks of a node, and let the nodes be replicas."""
+    names = ("replicate", "shard", "tensor")
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+    for part in model.blocks.layers:
+        plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+        parallelize_module(part, mesh["tensor"], plan)
+    for part in (*model.blocks.layers, model):
+        fully_shard(part, mesh=mesh["replicate", "shard"])
+    return model
+
+
 Way = tuple[Callable[[Any], Any], Compressor | None, dict[str, Any]]
 IN_NODES = {"scheme": Hierarchical(2)}
 BFLOAT16 = torch.bfloat16
@@ -100,13 +119,21 @@ FSDP: dict[str, Way] = {
         {"weights": WeightDifferences()},
     ),
 }
+TENSOR_PARALLEL: dict[str, Way] = {
+    "torch": (cut, None, {}),
+    "TopK(0.01)": (cut, TOPK, {}),
+    "QSGD(4)": (cut, QSGD(4), {}),
+    "PowerSGD(2)": (cut, PowerSGD(2), {}),
+}
+KINDS = {"": HSDP, "--fsdp": FSDP, "--tensor-parallel": TENSOR_PARALLEL}
 
 
 def turn(way: Way, steps: int) -> dict[str, list[float]]:
     """Train for so many steps after the warm-up; return seconds, and the node's bytes, of each."""
     wrap, compressor, given = way
     torch.manual_seed(0)
-    module, loader = build("gpt", WARMUP + steps, dist.get_rank())
+    own = dist.get_rank() // 2 if wrap is cut else dist.get_rank()
+    module, loader = build("gpt", WARMUP + steps, own)
     optimizer_of, rate, clip = module.optimizer, module.rate, module.clip
     model = wrap(module.net)
     optimizer = optimizer_of(model.parameters(), lr=rate)
@@ -144,7 +171,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=LIMIT)
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(options.rounds):
-        for name, way in (FSDP if options.fsdp else HSDP).items():
+        for name, way in KINDS[options.kind].items():
             for figure, values in turn(way, options.steps).items():
                 found.setdefault(name, {}).setdefault(figure, []).extend(values)
     dist.destroy_process_group()
@@ -186,18 +213,20 @@ def main() -> None:
     add("--rounds", type=int, default=2, help="turns of each way")
     add("--steps", type=int, default=6, help="measured steps of a turn")
     add("--out", type=Path, default=dated_page.RESULTS, help="folder of the dated files")
-    add("--fsdp", action="store_true", help="sharded over all ranks, each a node")
+    kind: dict[str, Any] = {"dest": "kind", "action": "store_const", "default": ""}
+    add("--fsdp", const="--fsdp", help="sharded over all ranks, each a node", **kind)
+    add("--tensor-parallel", const="--tensor-parallel", help="within nodes", **kind)
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         options.out.write_text(json.dumps(work(options)))
         return
     check_privileges("The benchmark of models in shards")
-    text, found, nodes = "", {}, RANKS if options.fsdp else 2
+    text, found, nodes = "", {}, RANKS if options.kind == "--fsdp" else 2
     for mbit in options.mbit:
         link = Link(mbit)
         arguments = ["--worker", f"--rounds={options.rounds}", f"--steps={options.steps}"]
-        arguments += ["--fsdp"] if options.fsdp else []
+        arguments += [options.kind] if options.kind else []
         with network(nodes, link) as spaces:
             answers = launch(__file__, arguments, spaces, timeout=1500, local=RANKS // nodes)
         shown, found[str(link)] = table(answers)
@@ -206,7 +235,7 @@ def main() -> None:
         dated_page.say(part)
         text += f"{part}\n"
     versions = dated_page.versions("lightning-gc", "torch")
-    flag = " --fsdp" * options.fsdp
+    flag = f" {options.kind}".rstrip()
     head = f"""{dated_page.title("A model in shards on slow links")}
 
 `python benchmarks/sharded_links.py{flag}` with Python {sys.version.split()[0]}, {versions},
@@ -214,7 +243,7 @@ def main() -> None:
 of a node, by its interfaces' counters.
 
 """
-    name = "fsdp_links" if options.fsdp else "sharded_links"
+    name = f"{(options.kind or 'sharded').strip('-').replace('-', '_')}_links"
     dated_page.write(options.out, name, head + text, found)
 
 

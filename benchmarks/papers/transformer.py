@@ -14,13 +14,14 @@ WIDTH, LAYERS = 64, 2
 
 
 class Transformer(nn.Module):
-    """Pre-norm blocks, learnt positions, the embedding tied."""
+    """Pre-norm blocks, learnt positions, the embedding tied or a head of its own."""
 
-    def __init__(self, words: int) -> None:
+    def __init__(self, words: int, tied: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, WIDTH)
         self.positions = nn.Parameter(torch.zeros(LENGTH, WIDTH))
         nn.init.normal_(self.embedding.weight, std=0.02)
+        self.head = None if tied else nn.Linear(WIDTH, words, bias=False)
         block = nn.TransformerEncoderLayer(
             WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
         )
@@ -32,7 +33,8 @@ class Transformer(nn.Module):
     def forward(self, words: Tensor, following: Tensor) -> Tensor:
         """Return the mean cross-entropy of the words that follow."""
         hidden = self.blocks(self.embedding(words) + self.positions, mask=self.mask, is_causal=True)
-        logits = hidden @ self.embedding.weight.t()
+        head = self.embedding if self.head is None else self.head
+        logits = hidden @ head.weight.t()
         return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 

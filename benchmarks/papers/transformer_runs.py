@@ -20,6 +20,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import by_default, layerwise
 from lightning_gc.engine import Engine
 from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
 from lightning_gc.testing import LocalLockstep
 from lightning_gc.transports import Simulated
 
@@ -33,12 +34,14 @@ class Arm:
     Attributes:
         compressor: with the dense switch for small parameters that strategies add.
         memory: its own by default.
+        scheme: of gradients; its own by default.
         every: H, steps between exchanges of weights; 0: gradients are exchanged in every step.
         outer: the step of the common weights.
         delay: steps of training until an exchange of weights is taken over, by rebasing.
         dense: share of the steps, at the beginning, in which gradients are sent whole.
         momentum: AdamW's β₁.
         make: makes an optimizer other than AdamW, of the model and the learning rate.
+        tied: the head is the embedding.
     """
 
     compressor: Compressor
@@ -49,13 +52,15 @@ class Arm:
     dense: float = 0.0
     momentum: float = 0.9
     make: Callable[[Transformer, float], Optimizer] | None = None
+    tied: bool = True
+    scheme: Scheme | None = None
 
 
 def run(arm: Arm, workers: int, *, rate: float, steps: int, seed: int) -> Row:
     """Return validation loss, and the bytes that one worker has sent."""
     corpus = _corpus()
     torch.manual_seed(seed)
-    model = Transformer(len(corpus.words))
+    model = Transformer(len(corpus.words), arm.tied)
     rows = columns(corpus.train, workers * BATCH)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     group = [
@@ -75,7 +80,7 @@ def _gradients(workers: list[Worker], arm: Arm, steps: int, seed: int) -> int:
     """Train as DDP does, on one replica; return the bytes that a worker sends."""
     compressor = layerwise(by_default(arm.compressor))
     engines = [
-        Engine(compressor, arm.memory, worker=index, workers=len(workers), seed=seed)
+        Engine(compressor, arm.memory, arm.scheme, worker=index, workers=len(workers), seed=seed)
         for index in range(len(workers))
     ]
     transport = Simulated(len(workers))

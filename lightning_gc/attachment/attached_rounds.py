@@ -199,10 +199,10 @@ class Shards:
         on_all_ranks(partial(refuse_model, model, own, "islands"), setup.device)
         workers, node = setup.workers, units_of(model)[0].mesh.get_group()
         assert isinstance(workers, ShardedWorkers)
+        workers.stand(node, None)
         between = own_group(seats, setup.timeout)
         synchronizer = synchronizer_of_shards(
             workers,
-            node,
             between,
             seats,
             setup.device,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gc.attachment.attached import Attached, Setup, peers_of
 from lightning_gc.exchange.kernel_compilation import compile_kernels
-from lightning_gc.exchange.peers import on_all_ranks
+from lightning_gc.exchange.peers import ShardParts, on_all_ranks
 from lightning_gc.exchange.validation import (
     check_agreement,
     digest_of,
@@ -39,7 +39,7 @@ class AttachedShards(Attached):
     Args:
         model: on which ``fully_shard`` was called last.
         setup: as for ``Attached``; its workers are ``ShardedWorkers``.
-        mesh: of replicas and shards, in this order; further dimensions have one rank.
+        mesh: of replicas and shards, in this order, and maybe of tensor-parallel ranks.
         bucket_cap_mb: megabytes of a rank's shards from which on a bucket is full.
         replicating: units whose own all-reduce over replicas is switched off until ``close``.
     """
@@ -113,8 +113,9 @@ class AttachedScatters(Attached):
     Args:
         model: on which ``fully_shard`` was called last.
         setup: as for ``Attached``; its workers are ``FSDPWorkers``.
-        group: of all ranks.
+        group: over which FSDP2 shards.
         weights: settings of the gathers of weights; None: FSDP2's own gathers.
+        tensors: the tensor-parallel group; None: ``group`` has all ranks.
     """
 
     _workers: FSDPWorkers
@@ -125,17 +126,20 @@ class AttachedScatters(Attached):
         setup: Setup,
         group: dist.ProcessGroup,
         weights: WeightSettings | None = None,
+        tensors: dist.ProcessGroup | None = None,
     ) -> None:
         workers, device = setup.workers, setup.device
         assert isinstance(workers, FSDPWorkers)
         refuse_unknown_device(device)
-        workers.shard, workers.shards = dist.get_rank(group), dist.get_world_size(group)
         ways: list[Way] = ["FSDP"] if weights is None else ["FSDP", "gathers"]
-        ranks = dist.get_process_group_ranks(group)
-        on_all_ranks(partial(refuse_model, model, ranks, *ways), device)
+        check = partial(refuse_model, model, dist.get_process_group_ranks(group), *ways)
+        on_all_ranks(partial(check, tensors=tensors), device)
+        workers.stand(group, tensors)
         workers.name(model)
         units = units_of(model)
-        check_agreement(_agreed(setup, units, weights), Distributed(), device, workers.model)
+        agreed = _agreed(setup, units, weights)
+        agreed["tensor-parallel ranks"] = repr(workers.tensor_ranks)
+        check_agreement(agreed, Distributed(), device, workers.model)
         verified = verification(setup.verify, setup.owner)
         numbers = UnitNumbers([unit.name for unit in units], bool(setup.verify))
         near = workers.configuration.neighbours(workers.shards)
@@ -143,9 +147,9 @@ class AttachedScatters(Attached):
         recording = Recording(verified.transport(transport) if verified else transport)
         self._gathers: UnitGathers | None = None
         accounts: list[Recorder] = [recording]
-        parts = setup.checkpoint_parts
+        kept = setup.checkpoint_parts
         if weights is not None:
-            parts.settings["weights"] = weights.in_words
+            kept.settings["weights"] = weights.in_words
             gathering = Distributed(group, "an all-gather of weights")
             gathered = Recording(verified.transport(gathering) if verified else gathering)
             self._gathers = UnitGathers(
@@ -160,13 +164,14 @@ class AttachedScatters(Attached):
             workers.gathers = self._gathers
             accounts = [WithWeights(recording, gathered, self._gathers.dense)]
             if weights.differences:
-                parts.own[_COPIES] = [self._gathers]
+                kept.own[_COPIES] = [self._gathers]
         workers.start(accounts, revocable=False)
         workers.run = gather_text(workers.run, Distributed(), device)[0]
         self._scatters = UnitScatters(
             units, workers, transport, recording, setup.prepare_round, numbers
         )
-        super().__init__(model, setup, peers_of(device, group, None))
+        parts = None if tensors is None else ShardParts(tensors, device, workers.copies)
+        super().__init__(model, setup, peers_of(device, group, None, parts))
 
     def reset(self) -> None:
         """Also let the next gathers be exact, which send differences."""

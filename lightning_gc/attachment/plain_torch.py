@@ -30,12 +30,14 @@ from lightning_gc.sharded.fsdp_units import units_of
 from lightning_gc.sharded.shard_validation import (
     check_bucket_cap,
     check_legs,
+    check_tensor_parallel,
     check_verify,
     group_of_all,
     refuse_curves,
     refuse_errors,
     refuse_settings,
     replicated_mesh,
+    tensor_group_of,
 )
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
 from lightning_gc.sharded.unit_gathers import Weights, weights_of
@@ -89,7 +91,7 @@ def attach(
     of two dimensions, replicas and shards, the exchange between replicas is compressed, as in
     ``CompressedHSDPStrategy``. Without a mesh, or on one of one dimension, FSDP2's own
     reduce-scatters and all-gathers are, as in ``CompressedFSDPStrategy``. Either mesh must have all
-    ranks.
+    ranks; of a model that ``parallelize_module`` has cut, together with the tensor-parallel one.
 
     Args:
         module: a ``DistributedDataParallel`` module without a communication hook, or one that
@@ -191,6 +193,9 @@ def attach(
     check_bucket_cap("attach", bucket_cap_mb)
     refuse_curves("attach", controller)
     units = units_of(model)
+    tensors = tensor_group_of(units)
+    size = 1 if tensors is None else tensors.size()
+    check_tensor_parallel("attach", size, configuration.compressor)
     if alone:
         refuse_errors("attach", configuration.compressor, configuration.memory, memory is not None)
         gathers = None if weights is None else weights_of("attach", weights, seed, min_numel)
@@ -202,8 +207,9 @@ def attach(
         )
         both = with_weights("attach", controller, weights_controller, gathers)
         setup = replace(setup, controller=both, device=units[0].device)
-        return AttachedScatters(model, setup, group_of_all(units), gathers).watch()
-    mesh = replicated_mesh(units)
+        group = group_of_all(units, tensors)
+        return AttachedScatters(model, setup, group, gathers, tensors).watch()
+    mesh = replicated_mesh(units, tensors)
     setup = Setup.of_loop(
         *("attach", configuration, controller, its, model, ShardedWorkers),
         timeout=timeout,

@@ -63,9 +63,11 @@ from lightning_gc.core.saved_state import (
 SHARDED = "sharded"
 TENSORS = "tensors"
 _MESH = Leaf(
-    "a number of replicas and one of shards",
+    "a number of replicas, one of shards, and maybe one of tensor-parallel ranks",
     lambda v: (
-        isinstance(v, list | tuple) and len(v) == 2 and all(type(n) is int and n > 0 for n in v)
+        isinstance(v, list | tuple)
+        and len(v) in (2, 3)
+        and all(type(n) is int and n > 0 for n in v)
     ),
 )
 _SHAPE = Listed(WHOLE)
@@ -84,6 +86,8 @@ Path_ = tuple[str, ...]
 """Path of a tensor in a tree of nested dicts; one of its names is a parameter's."""
 
 Shape = tuple[int, ...]
+Mesh = tuple[int, int, int]
+"""R replicas, S shards of each, T tensor-parallel ranks of each shard; T varies fastest."""
 _T = TypeVar("_T")
 
 
@@ -99,7 +103,7 @@ class ShardedHost(Host):
     """Attributes of a Lightning strategy for sharded models that saving and restoring use."""
 
     distributed_form: bool  # a checkpoint is a folder
-    mesh_shape: tuple[int, int]
+    mesh_shape: Mesh
     replicate_group: Any
     shard_parts: dict[str, Part]
     way_out: str
@@ -213,7 +217,7 @@ class ShardedSaving:
         if self.mode == "mean":
             mean = partial(host.reduce, group=host.replicate_group, reduce_op="mean")
             tensors = {path: mean(t.float().clone()) for path, t in tensors.items()}
-            if host.global_rank >= host.mesh_shape[1]:
+            if host.global_rank >= math.prod(host.mesh_shape[1:]):
                 tensors = {}  # the first replica's ranks write the mean
         small = {
             path: t.to("cpu", self.dtype if path[0] == "memory" else t.dtype).clone()
@@ -420,13 +424,15 @@ class ShardedRestoring:
 
     def _read(self, main: Tree, folder: Path) -> WorkerState:
         """Return the state for this rank; read one file at a time, as they may be large."""
-        (replicas, shards), (now, pieces) = main["mesh"], self.host.mesh_shape
+        mesh, now = _mesh(main), self.host.mesh_shape
+        (replicas, shards), (_, pieces) = _ranks(mesh), _ranks(now)
         rank = self.host.global_rank
         shard = rank % pieces
         written = 1 if main["mode"] == "mean" else replicas
-        source = range(rank // pieces, rank // pieces + 1) if written == now else range(written)
+        own_replica = range(rank // pieces, rank // pieces + 1)
+        source = own_replica if written == now[0] else range(written)
         assembly = Assembly(self.host.shard_parts, source)
-        same = (replicas, shards) == (now, pieces)
+        same = mesh == now
         own = {rank} if same else set(range(replicas * shards))
         holders = {r * shards + s for r in source for s in ([shard] if same else range(shards))}
         states = {}
@@ -447,18 +453,19 @@ class ShardedRestoring:
                     kept["own"] = each_tensor(file["own"], Tensor.clone)
                 states[each] = WorkerState(main, averaged, (kept,))
         found = assembly.mean()
-        state = states[rank] if same else self._shared_out(states, (replicas, shards))
+        state = states[rank] if same else self._shared_out(states, mesh)
         # Keep the names of errors that match no parameter, for the warning.
         fit = {p: t for p, t in found.items() if p[0] == "memory" or not t.is_meta}
         put_back(state.averaged, fit)
         return state
 
-    def _shared_out(self, states: Mapping[int, WorkerState], mesh: tuple[int, int]) -> WorkerState:
+    def _shared_out(self, states: Mapping[int, WorkerState], mesh: Mesh) -> WorkerState:
         """Return this rank's share of the state that another mesh's ranks have saved."""
-        (replicas, shards), (_, pieces) = mesh, self.host.mesh_shape
+        now = self.host.mesh_shape
+        (replicas, shards), (_, pieces) = _ranks(mesh), _ranks(now)
         shard, first = self.host.global_rank % pieces, states[0]
         averaged = average([states[each].averaged for each in range(replicas * shards)])
-        if shards == pieces:  # all replicas have the same state of a shard
+        if mesh[1:] == now[1:]:  # all replicas have the same state of a shard
             return WorkerState(first.shared, averaged, states[shard].own)
         if CONTROLLER in averaged:
             averaged[CONTROLLER] = _scaled(averaged[CONTROLLER], shards / pieces)
@@ -466,15 +473,16 @@ class ShardedRestoring:
             self.host.global_rank == 0
         ):
             warnings.warn(
-                f"Resumed on {pieces} shards, saved on {shards}: errors are kept, but the "
-                f"compressor's own state is reset, because it belongs to the saved shards.",
+                f"Resumed on {_in_words(now)}, saved on {_in_words(mesh)}: errors are kept, but "
+                f"the compressor's own state is reset, because it belongs to the saved shards.",
                 stacklevel=2,
             )
         return WorkerState(first.shared, averaged, ({"compressor": {}},))
 
     def _file(self, main: Tree, folder: Path, rank: int) -> Tree:
         """Return a rank's file, checked except for its tensors, which stay on disk."""
-        replicas, shards = main["mesh"]
+        mesh, now = _mesh(main), self.host.mesh_shape
+        replicas, shards = _ranks(mesh)
         parts = self.host.checkpoint_parts
         path = file_of(folder, rank, replicas * shards)
         if not path.is_file():
@@ -490,10 +498,26 @@ class ShardedRestoring:
             check_same(own, {"rank": rank} | {n: main[n] for n in (FILE.key, "run", "stem")})
             if own[CHECKSUM] != main["files"][rank]:
                 raise ValueError("it is not the file that was saved with its checkpoint")
-            pieces = self.host.mesh_shape[1]
-            if shards == pieces and rank % shards == self.host.global_rank % pieces:
+            if mesh[1:] == now[1:] and rank % shards == self.host.global_rank % shards:
                 parts.check_own(own, main)
         return own | {TENSORS: tensors}
+
+
+def _mesh(main: Tree) -> Mesh:
+    """Return the mesh of the ranks that have saved; without T in the file it is 1."""
+    replicas, shards, *more = main["mesh"]
+    return replicas, shards, more[0] if more else 1
+
+
+def _ranks(mesh: Mesh) -> tuple[int, int]:
+    """Return the number of replicas, and of the ranks of each."""
+    replicas, shards, tensor_ranks = mesh
+    return replicas, shards * tensor_ranks
+
+
+def _in_words(mesh: Mesh) -> str:
+    _, shards, tensor_ranks = mesh
+    return f"{shards} shards" + f" x {tensor_ranks} tensor-parallel ranks" * (tensor_ranks > 1)
 
 
 @contextlib.contextmanager
@@ -520,12 +544,6 @@ def _scaled(sums: Tree, share: float) -> Tree:
 
 
 # ------------------------------------------------------------------------- parts of tensors
-
-
-def part_of(shape: Shape, local: Shape, dim: int, shard: int, shards: int) -> Part:
-    """Return a rank's part of a parameter that FSDP2 has cut into ``shards`` along ``dim``."""
-    begin = min(shard * math.ceil(shape[dim] / shards), shape[dim])
-    return Part(shape, tuple(begin if d == dim else 0 for d in range(len(shape))), local)
 
 
 def _key_of(path: Path_) -> str:
@@ -565,12 +583,15 @@ class Assembly:
         self._parts, self._replicas = parts, replicas
         self._sums: dict[Path_, Tensor] = {}
         self._covered: dict[Path_, int] = {}
+        self._added: set[tuple[Path_, int, Part]] = set()
         self._unknown: dict[Path_, Tensor] = {}
 
     def add(
         self, path: Path_, part: Part, replica: int, saved: int, load: Callable[[], Tensor]
     ) -> None:
         """Add a replica's part of a tensor; call ``load`` only if it overlaps this rank's part.
+
+        A part that several tensor-parallel ranks had, and saved, counts once.
 
         Args:
             path: path of the tensor.
@@ -583,6 +604,9 @@ class Assembly:
         if own is None or own.shape != part.shape:
             self._unknown[path] = torch.empty((saved, *part.shape), device="meta")
             return
+        if (path, replica, part) in self._added:
+            return
+        self._added.add((path, replica, part))
         if path not in self._sums:
             self._sums[path] = torch.zeros(own.sizes, dtype=torch.float32, device="cpu")
             self._covered[path] = 0

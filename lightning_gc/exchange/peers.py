@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +57,8 @@ class ShardParts(Parts):
     Args:
         group: these processes.
         device: one that the group's backend can send from.
+        copies: parameter name -> how many of them have the same part of it; by default one. Sums
+            without names count each copy.
 
     Communication pattern:
         Each method is one all-reduce of float64 numbers in the group.
@@ -63,8 +66,13 @@ class ShardParts(Parts):
 
     several = True
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        copies: Mapping[str, int] | None = None,
+    ) -> None:
+        self._group, self._device, self._copies = group, device, copies or {}
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum over the group, in float64."""
@@ -90,7 +98,8 @@ class ShardParts(Parts):
                 [norms.get(name, 0.0) for name in every], dtype=torch.float32, device="cpu"
             )
         ).tolist()
-        return dict(zip(every, whole, strict=True))
+        pairs = zip(every, whole, strict=True)
+        return {name: norm / math.sqrt(self._copies.get(name, 1)) for name, norm in pairs}
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_gc.attachment.attached import Setup
 from lightning_gc.attachment.attached_shards import AttachedScatters
-from lightning_gc.checkpoint.shard_store import Part
+from lightning_gc.checkpoint.shard_store import Mesh
 from lightning_gc.compressors import Compressor, Identity
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
@@ -22,6 +22,7 @@ from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
 from lightning_gc.sharded.shard_validation import (
     check_legs,
+    check_tensor_parallel,
     check_verify,
     refuse_curves,
     refuse_errors,
@@ -38,7 +39,8 @@ _OWNER = "CompressedFSDPStrategy"
 class CompressedFSDP(ShardedStrategy):
     """FSDP whose ranks send each other compressed gradients, compressed weights, or both.
 
-    The model is sharded by FSDP2 over all W ranks. Where FSDP2 would reduce-scatter the gradient of
+    The model is sharded by FSDP2 over W ranks: all, or with ``tensor_parallel_size`` T those that
+    have the same part of each layer. Where FSDP2 would reduce-scatter the gradient of
     a unit, each rank compresses the part that belongs to each other rank, sends it there, and
     averages in float32 what it gets for its own:
     ``mean_i = 1/W · Σ_j decode(encode(gradient_j[i]))``. Where FSDP2 would gather the weights of a
@@ -66,7 +68,7 @@ class CompressedFSDP(ShardedStrategy):
             would undo FSDP. None, or ``"none"`` for a biased compressor: errors are dropped.
         hops: 1, or 2: gradients are averaged within each node first, and their means are compressed
             again and exchanged between nodes. That sends 1/L of the bytes to other nodes.
-        workers_per_node: L of two hops. None: the Trainer's ``devices``.
+        workers_per_node: L of two hops. None: the Trainer's ``devices``, divided by T.
         seed: of private random numbers, equal on all ranks; each draws its own by its rank, the
             parameter's name and the step. Runs resume bit for bit.
         state: errors in checkpoints. ``"full"``: every rank's, 4 bytes per parameter and rank.
@@ -76,7 +78,9 @@ class CompressedFSDP(ShardedStrategy):
             which costs a message of 4 bytes. Ranks that use different units end with their names.
             A number of steps is refused: no two ranks have the same
             shard to compare.
-        min_numel: as for ``CompressedDDPStrategy``, in elements of the full parameter.
+        min_numel: as for ``CompressedDDPStrategy``, in elements of the full parameter; of parallel
+            tensors, in elements of what a rank has.
+        tensor_parallel_size: T, as for ``CompressedHSDPStrategy``.
         model_parallel_kwargs: as for ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
@@ -95,8 +99,9 @@ class CompressedFSDP(ShardedStrategy):
             a memory of more than 8 bits, weights by a method that loses too much of them, a
             controller without a level to set, an unknown argument; at fit start, on all ranks, a
             model without ``fully_shard``, on a mesh of other ranks or of two dimensions, with
-            trained parameters outside, tensor parallelism, gradients reduced in float16, a custom
-            reduce-scatter or another divisor; ranks with other settings or units.
+            trained parameters outside, tensors that T ranks cannot share equally, gradients reduced
+            in float16, a custom reduce-scatter or another divisor; ranks with other settings or
+            units.
         PeerError: ranks exchange different units, with ``verify="payload"``; on the host, with
             ``weights``, if the units have equal sizes.
         RuntimeError: torch before 2.9; in a backward pass, parameters that were unfrozen since or,
@@ -139,6 +144,7 @@ class CompressedFSDP(ShardedStrategy):
         hops: Literal[1, 2] = 1,
         workers_per_node: int | None = None,
         state: Literal["full", "mean", "off"] = "full",
+        tensor_parallel_size: int = 1,
         **model_parallel_kwargs: Any,
     ) -> None:
         given: Compressor | str = Identity() if gradients is None else gradients
@@ -155,6 +161,8 @@ class CompressedFSDP(ShardedStrategy):
         self._gathers = None if weights is None else weights_of(_OWNER, weights, seed, min_numel)
         self.controller = with_weights(_OWNER, self.controller, weights_controller, self._gathers)
         refuse_errors(_OWNER, self.compressor, self.memory, memory is not None)
+        check_tensor_parallel(_OWNER, tensor_parallel_size, self.compressor)
+        self.tensor_parallel_size = tensor_parallel_size
         check_verify(_OWNER, verify)
         self.verify = verify
         super().__init__(**model_parallel_kwargs)
@@ -166,30 +174,29 @@ class CompressedFSDP(ShardedStrategy):
         return 1
 
     @property
-    def mesh_shape(self) -> tuple[int, int]:
-        """W and 1: each rank has errors of full parameters."""
-        return self._device_mesh.size(), 1
+    def mesh_shape(self) -> Mesh:
+        """W, 1 and T: each rank has errors of full parameters, or of its blocks of them."""
+        _, workers, tensor_ranks = self._device_mesh.shape
+        return workers, 1, tensor_ranks
 
     @property
     def replicate_group(self) -> dist.ProcessGroup:
-        """All ranks."""
+        """The ranks over which FSDP2 shards."""
         group: dist.ProcessGroup = self._device_mesh.get_group("data_parallel")
         return group
-
-    @property
-    def shard_parts(self) -> dict[str, Part]:
-        """All of every trained parameter."""
-        shapes = self.local_workers.shapes
-        return {name: Part(shape, (0,) * len(shape), shape) for name, shape in shapes.items()}
 
     def setup_environment(self) -> None:
         """Join the other ranks; know how many of them a node has."""
         if self.hops == 2 and self.workers_per_node is None:
             workers = self.local_workers
-            scheme = self.scheme = ReduceScatter(self.num_processes)
+            near = max(self.num_processes // self.tensor_parallel_size, 1)
+            scheme = self.scheme = ReduceScatter(near)
             workers.configuration = replace(workers.configuration, scheme=scheme)
         super().setup_environment()
 
     def _attached_to(self, setup: Setup) -> AttachedScatters:
-        group = self._device_mesh.get_group("data_parallel")
-        return AttachedScatters(self.model, setup, group, self._gathers)
+        mesh, parallel = self._device_mesh, self.tensor_parallel_size > 1
+        tensors = mesh.get_group("tensor_parallel") if parallel else None
+        return AttachedScatters(
+            self.model, setup, mesh.get_group("data_parallel"), self._gathers, tensors
+        )

@@ -16,11 +16,12 @@ from lightning_gc.controllers import Controller
 from lightning_gc.exchange import Configuration
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown
-from lightning_gc.lightning.sharded import ShardedStrategy
+from lightning_gc.lightning.sharded import ShardedStrategy, divisors_of
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.shard_validation import (
     check_bucket_cap,
+    check_tensor_parallel,
     refuse_curves,
     refuse_settings,
 )
@@ -37,7 +38,9 @@ class CompressedHSDP(ShardedStrategy):
     with the same rank of the other nodes, compressed and with error feedback. The LightningModule
     is the same as for Lightning's ``ModelParallelStrategy``: it calls
     ``fully_shard(module, mesh=self.device_mesh["data_parallel"])`` in ``configure_model``, which
-    means the node here. By name: ``strategy="compressed_hsdp"`` (bfloat16),
+    means the node here. With ``tensor_parallel_size`` T, T ranks of a node have each layer
+    together, as ``parallelize_module`` cuts it over ``self.device_mesh["tensor_parallel"]``, and
+    FSDP2 shards what each of them has. By name: ``strategy="compressed_hsdp"`` (bfloat16),
     ``"compressed_hsdp_topk"`` and so on. Untested on several GPUs: see the page "HSDP".
 
     Args:
@@ -48,7 +51,8 @@ class CompressedHSDP(ShardedStrategy):
         scheme: how payloads become a mean.
         controller: chooses levels, epoch by epoch; it sees full parameters.
         seed: of the compressor's private random numbers, equal on all ranks.
-        replicas: R; it must divide the number of ranks. ``"auto"``: the number of nodes.
+        replicas: R; R·T must divide the number of ranks. ``"auto"``: the number of nodes.
+        tensor_parallel_size: T; consecutive ranks, which get the same batches.
         bucket_cap_mb: megabytes of a rank's shard from which on a bucket is full. FSDP2's units are
             joined into buckets; a larger one costs fewer rounds, and begins later.
         state: errors in checkpoints. ``"full"``: every replica's, 4 bytes per parameter and
@@ -58,7 +62,8 @@ class CompressedHSDP(ShardedStrategy):
         verify: as for ``CompressedDDPStrategy``: replicas compare the means and weights of their
             shards. Ranks that have them stop with a ``ReplicaError``, all others with a
             ``PeerError``.
-        min_numel: as for ``CompressedDDPStrategy``, in elements of the full parameter.
+        min_numel: as for ``CompressedDDPStrategy``, in elements of the full parameter; of parallel
+            tensors, in elements of what a rank has.
         model_parallel_kwargs: as for ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
@@ -72,8 +77,9 @@ class CompressedHSDP(ShardedStrategy):
     Raises:
         ValueError: what ``CompressedDDPStrategy`` refuses; a number of replicas that does not
             divide the number of ranks; at fit start, on all ranks, a model without ``fully_shard``,
-            on another mesh than the node's, with trained parameters outside, tensor parallelism,
-            ``CPUOffloadPolicy``, another all-reduce hook or gradients reduced in float16.
+            on another mesh than the node's, with trained parameters outside, tensors that T ranks
+            cannot share equally, ``CPUOffloadPolicy``, another all-reduce hook or gradients reduced
+            in float16; with parallel tensors, a method that looks at the whole model, as ModelTopK.
         RuntimeError: torch before 2.7; in a backward pass, parameters that were unfrozen since or,
             with torch before 2.13, that have no gradient.
 
@@ -106,6 +112,7 @@ class CompressedHSDP(ShardedStrategy):
         state_dtype: Literal["float32", "bfloat16"] = "float32",
         verify: Verify = 0,
         min_numel: int = MIN_NUMEL,
+        tensor_parallel_size: int = 1,
         **model_parallel_kwargs: Any,
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
@@ -119,6 +126,8 @@ class CompressedHSDP(ShardedStrategy):
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         refuse_curves(_OWNER, self.controller)
+        check_tensor_parallel(_OWNER, tensor_parallel_size, self.compressor)
+        self.tensor_parallel_size = tensor_parallel_size
         verification(verify, _OWNER)
         self.verify = verify
         super().__init__(**model_parallel_kwargs)
@@ -144,9 +153,8 @@ def replicas_of(owner: str, replicas: Any, ranks: int, nodes: int) -> int:
     """Return R; ValueError if so many replicas cannot share the ranks equally."""
     number = nodes if replicas == "auto" else int(replicas)
     if ranks % number:
-        divisors = [str(each) for each in range(1, ranks + 1) if ranks % each == 0]
         raise ValueError(
             f"{owner}(replicas={replicas!r}): {ranks} ranks cannot be shared out equally among "
-            f"{number} replicas; use one of {', '.join(divisors)}."
+            f"{number} replicas; use one of {', '.join(map(str, divisors_of(ranks)))}."
         )
     return number

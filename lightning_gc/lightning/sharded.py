@@ -14,24 +14,28 @@ import torch.distributed as dist
 
 from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.checkpoint.shard_store import (
+    Mesh,
     Part,
     ShardedHost,
     ShardedRestoring,
     ShardedSaving,
-    part_of,
 )
 from lightning_gc.exchange import JOINING
 from lightning_gc.lightning.base import RealWorker
-from lightning_gc.sharded.sharded_workers import ShardedWorkers, dim_of, replica_mesh
+from lightning_gc.sharded.sharded_workers import ShardedWorkers, replica_mesh
 
 
 class ShardedStrategy(RealWorker, abc.ABC):
-    """R replicas of a model, each in shards on S ranks: their mesh, checks and checkpoints.
+    """R replicas of a model, each in shards on S·T ranks: their mesh, checks and checkpoints.
 
     A subclass connects to FSDP2's units when a fit begins.
+
+    Attributes:
+        tensor_parallel_size: T.
     """
 
     local_workers: ShardedWorkers
+    tensor_parallel_size: int
     way_out = "give the strategy state='off', with which errors begin at zero"
 
     def _make_state(self, mode: Literal["full", "mean", "off"], dtype: torch.dtype) -> None:
@@ -53,20 +57,27 @@ class ShardedStrategy(RealWorker, abc.ABC):
 
     def setup_environment(self) -> None:
         """Join the other ranks; make a mesh whose ``"data_parallel"`` dimension is a replica."""
-        ranks = self.num_nodes * self.num_processes
-        replicas = self._replicas_of(ranks)
+        ranks, tensor_ranks = self.num_nodes * self.num_processes, self.tensor_parallel_size
+        if ranks % tensor_ranks:
+            raise ValueError(
+                f"{type(self).__name__}(tensor_parallel_size={tensor_ranks}): {ranks} ranks are no "
+                f"multiple of it; use one of {', '.join(map(str, divisors_of(ranks)))}."
+            )
+        replicas = self._replicas_of(ranks // tensor_ranks)
         self._data_parallel_size, self._tensor_parallel_size = ranks, 1
         super().setup_environment()
         kind, timeout = self.root_device.type, self._timeout
         if kind == "cuda" and timeout is not None:  # ranks compile kernels at unlike times
             timeout = max(timeout, JOINING)
-        self._device_mesh = replica_mesh(kind, replicas, ranks // replicas, timeout)
+        shards = ranks // replicas // tensor_ranks
+        self._device_mesh = replica_mesh(kind, replicas, shards, timeout, tensor_ranks)
         self.lightning_module._device_mesh = self._device_mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Each rank has its own data, also within one replica."""
-        return {"num_replicas": self.workers, "rank": self.worker}
+        """Each rank has its own data, also within one replica; tensor-parallel ranks share them."""
+        ranks = self.tensor_parallel_size
+        return {"num_replicas": self.workers // ranks, "rank": self.worker // ranks}
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
@@ -74,10 +85,10 @@ class ShardedStrategy(RealWorker, abc.ABC):
             self._attach(self._attached_to)
 
     @property
-    def mesh_shape(self) -> tuple[int, int]:
-        """R and S."""
-        replicas, shards, _ = self._device_mesh.shape
-        return replicas, shards
+    def mesh_shape(self) -> Mesh:
+        """R, S and T."""
+        replicas, shards, tensor_ranks = self._device_mesh.shape
+        return replicas, shards, tensor_ranks
 
     @property
     def replicate_group(self) -> dist.ProcessGroup:
@@ -93,17 +104,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
     @property
     def shard_parts(self) -> dict[str, Part]:
         """This rank's part of every trained parameter."""
-        workers = self.local_workers
-        return {
-            name: part_of(
-                tuple(param.shape),
-                workers.shapes[name],
-                dim_of(param),
-                workers.shard,
-                workers.shards,
-            )
-            for param, name in self.names.items()
-        }
+        return self.local_workers.parts
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Restore weights and optimizers, and in a fit our state: Lightning has no later call.
@@ -123,3 +124,8 @@ class ShardedStrategy(RealWorker, abc.ABC):
         if self._attached is not None:
             self._attached.before_pass()
         super().pre_backward(closure_loss)
+
+
+def divisors_of(number: int) -> list[int]:
+    """Return the numbers by which a number can be divided, itself the last."""
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -31,8 +31,8 @@ from lightning_gc.sharded.fsdp_units import (
     units_of,
 )
 from lightning_gc.sharded.shard_validation import Way, refuse_model, refuse_pass
-from lightning_gc.sharded.sharded_workers import ShardedWorkers
-from lightning_gc.transports.distributed import Distributed, gather_text
+from lightning_gc.sharded.sharded_workers import ShardedWorkers, block_of
+from lightning_gc.transports.distributed import Distributed, gather_text, own_group
 
 
 class ShardExchange:
@@ -41,7 +41,7 @@ class ShardExchange:
     Args:
         model: sharded by FSDP2 over the ranks of a replica, on all ranks of the default group.
         workers: engine and parameter names of this rank; ``mesh`` says which shard it has.
-        mesh: of replicas and shards, in this order; further dimensions have one rank.
+        mesh: of replicas and shards, in this order, and maybe of tensor-parallel ranks.
         device: of the gradients.
         way: ``"HSDP"``, or ``"attach"`` if parameters are on a mesh of replicas and shards.
         bucket_cap_mb: megabytes of this rank's shards from which on a bucket is full.
@@ -75,14 +75,16 @@ class ShardExchange:
         common: Callable[[], Iterable[Tensor]] | None = None,
         verify: Verify = 0,
     ) -> None:
-        between, node = mesh.get_group(0), mesh.get_group(1)
-        here = dist.get_process_group_ranks(node)
-        on_all_ranks(partial(refuse_model, model, here, way), device)
+        between, shards = mesh.get_group(0), mesh.get_group(1)
+        tensors = mesh.get_group(2) if mesh.ndim > 2 and mesh.size(2) > 1 else None
+        check = partial(refuse_model, model, dist.get_process_group_ranks(shards), way)
+        on_all_ranks(partial(check, tensors=tensors), device)
+        workers.stand(shards, tensors)
         workers.name(model)
-        self.parts = ShardParts(node, device)
+        node = own_group(mesh.mesh.flatten(1).tolist(), timeout) if tensors else shards
+        self.parts = ShardParts(node, device, workers.copies)
         self.synchronizer = synchronizer_of_shards(
             workers,
-            node,
             between,
             mesh.mesh.flatten(1).t().tolist(),
             device,
@@ -93,7 +95,7 @@ class ShardExchange:
             common=common,
             verify=verify,
         )
-        take_over_shards(model, between)
+        take_over_shards(model, between, tensors)
         self.buckets = ShardBuckets(
             units_of(model),
             workers.names,
@@ -104,14 +106,23 @@ class ShardExchange:
         )
 
 
-def take_over_shards(model: nn.Module, between: dist.ProcessGroup) -> None:
+def take_over_shards(
+    model: nn.Module, between: dist.ProcessGroup, tensors: dist.ProcessGroup | None = None
+) -> None:
     """Let replicas begin with the first one's shards, and all ranks with rank 0's other tensors.
 
     Args:
         model: sharded over the ranks of each replica.
         between: the group of ranks that have the same shards.
+        tensors: the tensor-parallel group, whose ranks begin with equal copies of what they have in
+            common.
     """
     reshard(model)
+    if tensors is not None:
+        units, size = units_of(model), tensors.size()
+        every = [(param, unit.mesh.ndim) for unit in units for param in unit.params]
+        shared = [p for p, dims in every if block_of(p, dims, size).copies == size]
+        broadcast_all(map(local_part, shared), tensors)
     sharded, plain = list[Tensor](), list[Tensor]()  # plain: ignored_params, which are frozen
     for param in model.parameters():
         (sharded if isinstance(param, DTensor) else plain).append(param)
@@ -121,7 +132,6 @@ def take_over_shards(model: nn.Module, between: dist.ProcessGroup) -> None:
 
 def synchronizer_of_shards(
     workers: ShardedWorkers,
-    node: dist.ProcessGroup,
     between: dist.ProcessGroup,
     columns: Sequence[Sequence[int]],
     device: torch.device,
@@ -133,8 +143,7 @@ def synchronizer_of_shards(
     """Return what exchanges one rank's shards, after all ranks have compared their settings.
 
     Args:
-        workers: with the parameter names of this rank; it learns which shard it has.
-        node: the group of ranks that have a replica together.
+        workers: with the parameter names of this rank; it knows which shard it has.
         between: the group of ranks that have the same shards.
         columns: global ranks of all such groups.
         device: of the shards.
@@ -145,9 +154,9 @@ def synchronizer_of_shards(
     Raises:
         ValueError: on all ranks, if they differ.
     """
-    workers.shard, workers.shards = dist.get_rank(node), dist.get_world_size(node)
+    sizes = dist.get_world_size(between), workers.shards, workers.tensor_ranks
     same = workers.configuration.in_words() | {
-        "replicas and shards": repr((dist.get_world_size(between), workers.shards)),
+        "replicas, shards and tensor-parallel ranks": repr(sizes),
     }
     check_agreement(same | dict(agreed), Distributed(), device, workers.model)
     ranks = ", ".join(map(str, dist.get_process_group_ranks(between)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -168,7 +168,13 @@ RULES = (
 )
 
 
-def refuse_model(model: nn.Module, ranks: Sequence[int], way: Way, *more: Way) -> str:
+def refuse_model(
+    model: nn.Module,
+    ranks: Sequence[int],
+    way: Way,
+    *more: Way,
+    tensors: dist.ProcessGroup | None = None,
+) -> str:
     """Raise ValueError if the model is sharded in another way than ``way`` needs; return "".
 
     Args:
@@ -176,6 +182,7 @@ def refuse_model(model: nn.Module, ranks: Sequence[int], way: Way, *more: Way) -
         ranks: global ranks over which every unit must be sharded.
         way: how gradients are exchanged.
         more: other ways with rules.
+        tensors: the tensor-parallel group; None: tensors must not be parallel.
     """
     refuse_sparse_gradients(model)
     units, call = units_of(model), _ISLAND if way == "islands" else _CALL
@@ -195,14 +202,66 @@ def refuse_model(model: nn.Module, ranks: Sequence[int], way: Way, *more: Way) -
             f"trains {', '.join(outside[:4])}{' and others' * (len(outside) > 4)} outside of all "
             f"units of fully_shard, so their gradients would not be averaged; {call}."
         )
-    most = 2 if way == "attach" else 1
+    dims = {param: unit.mesh.ndim for unit in units for param in unit.params}
     for name, param in model.named_parameters():
-        if isinstance(param, DTensor) and param.device_mesh.ndim > most:
-            raise ValueError(
-                f"has {name} on a mesh of {param.device_mesh.ndim} dimensions, as with tensor "
-                f"parallelism, which has never been tried here; use a mesh of {most}."
-            )
+        if isinstance(param, DTensor):
+            _refuse_mesh(name, param, dims.get(param, 1), way, tensors)
     return ""
+
+
+def _refuse_mesh(
+    name: str, param: DTensor, dims: int, way: Way, tensors: dist.ProcessGroup | None
+) -> None:
+    """Raise ValueError if a parameter's mesh has more than FSDP2's and tensor-parallel ranks."""
+    mesh = param.device_mesh
+    beyond = range(dims, mesh.ndim)
+    if not beyond:
+        return
+    known = [] if tensors is None else dist.get_process_group_ranks(tensors)
+    if len(beyond) > 1 or (known and dist.get_process_group_ranks(mesh.get_group(dims)) != known):
+        raise ValueError(
+            f"has {name} on the mesh {mesh.mesh_dim_names or tuple(mesh.shape)}: besides the ranks "
+            f"over which FSDP2 shards, one group of tensor-parallel ranks can have a parameter, "
+            f"and here it is {known or 'none'}. Meshes of experts, contexts and pipelines are not "
+            f"supported; leave them out."
+        )
+    if tensors is None:
+        fix = f"give tensor_parallel_size={mesh.size(dims)}"
+        if way == "islands":
+            fix = "islands have never been tried with it; leave it out"
+        raise ValueError(f"has {name} on a mesh of tensor-parallel ranks; {fix}.")
+    placement: Any = param.placements[dims]
+    if placement.is_shard() and param.shape[placement.dim] % tensors.size():
+        raise ValueError(
+            f"has {name} of shape {tuple(param.shape)}, whose dimension {placement.dim} "
+            f"{tensors.size()} tensor-parallel ranks cannot share equally; make it a multiple."
+        )
+
+
+def tensor_group_of(units: Sequence[Unit]) -> dist.ProcessGroup | None:
+    """Return the tensor-parallel group of a model's units, for ``attach``; None if it has none."""
+    for unit in units:
+        for param in unit.params:
+            mesh: DeviceMesh = cast(DTensor, param).device_mesh
+            if mesh.ndim > unit.mesh.ndim:
+                group: dist.ProcessGroup = mesh.get_group(unit.mesh.ndim)
+                return group if group.size() > 1 else None
+    return None
+
+
+def check_tensor_parallel(owner: str, ranks: Any, compressor: Compressor) -> None:
+    """Raise ValueError unless so many ranks can share tensors whose gradients it compresses."""
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(
+            f"{owner}(tensor_parallel_size={ranks!r}): give the number of ranks that have each "
+            f"layer together, at least 1."
+        )
+    if ranks > 1 and compressor.traits.reads_model:
+        raise ValueError(
+            f"{owner}({compressor.method}, tensor_parallel_size={ranks}): its choice depends on "
+            f"all tensors. Tensor-parallel ranks have different parts of them, so their copies of "
+            f"norms would differ; use TopK."
+        )
 
 
 def refuse_pass(unit: Unit, names: Mapping[Tensor, str], numel: int, *, divided: bool) -> None:
@@ -269,14 +328,9 @@ def refuse_settings(owner: str, way: Way, mesh_arguments: Mapping[str, Any] | No
             f"FSDP2. This is torch {torch.__version__}. Install a newer one, or use "
             f"CompressedDDPStrategy."
         )
-    fixes = {
-        "data_parallel_size": sizes,
-        "tensor_parallel_size": "tensor parallelism has not been tried with it",
-    }
-    for name, fix in fixes.items():
-        if name in (mesh_arguments or {}):
-            given = (mesh_arguments or {})[name]
-            raise ValueError(f"{owner}({name}={given!r}): {fix}; leave it out.")
+    if "data_parallel_size" in (mesh_arguments or {}):
+        given = (mesh_arguments or {})["data_parallel_size"]
+        raise ValueError(f"{owner}(data_parallel_size={given!r}): {sizes}; leave it out.")
 
 
 def refuse_curves(owner: str, controller: Controller | None) -> None:
@@ -370,14 +424,18 @@ def check_bucket_cap(owner: str, bucket_cap_mb: Any) -> None:
         )
 
 
-def group_of_all(units: Sequence[Unit]) -> dist.ProcessGroup:
+def group_of_all(units: Sequence[Unit], tensors: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group over which the units are sharded, for ``attach``.
 
+    Args:
+        units: of the model.
+        tensors: the tensor-parallel group.
+
     Raises:
-        ValueError: it does not have all ranks.
+        ValueError: the two do not have all ranks.
     """
     mesh = units[0].mesh
-    if mesh.ndim != 1 or mesh.size() != dist.get_world_size():
+    if mesh.ndim != 1 or mesh.size() * _size(tensors) != dist.get_world_size():
         raise ValueError(
             f"attach(...): the model is on the mesh {mesh.mesh.tolist()}, but all "
             f"{dist.get_world_size()} ranks must be in it. Give fully_shard no mesh, or one of "
@@ -387,8 +445,14 @@ def group_of_all(units: Sequence[Unit]) -> dist.ProcessGroup:
     return group
 
 
-def replicated_mesh(units: Sequence[Unit]) -> DeviceMesh:
+def _size(tensors: dist.ProcessGroup | None) -> int:
+    return 1 if tensors is None else tensors.size()
+
+
+def replicated_mesh(units: Sequence[Unit], tensors: dist.ProcessGroup | None) -> DeviceMesh:
     """Return the mesh of replicas and shards that all units are on, for ``attach``.
+
+    With parallel tensors it has their group as a third dimension.
 
     Raises:
         ValueError: they are on another mesh, on several, or on one without all ranks.
@@ -408,9 +472,12 @@ def replicated_mesh(units: Sequence[Unit]) -> DeviceMesh:
                 f"attach(...): {unit.name} is on the mesh {unit.mesh.mesh.tolist()}, but "
                 f"{units[0].name} on {mesh.mesh.tolist()}; give fully_shard one mesh for all."
             )
-    if mesh.ndim != 2 or mesh.size() != dist.get_world_size():
+    if mesh.ndim != 2 or mesh.size() * _size(tensors) != dist.get_world_size():
         raise ValueError(
             f"attach(...): the model is on the mesh {mesh.mesh.tolist()}, but all "
             f"{dist.get_world_size()} ranks must be in it, as replicas and shards; {_MESH}."
         )
-    return mesh
+    if tensors is None:
+        return mesh
+    meshes = (cast(DTensor, param).device_mesh for unit in units for param in unit.params)
+    return next(each for each in meshes if each.ndim == 3)

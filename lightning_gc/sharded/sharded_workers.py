@@ -10,14 +10,63 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_gc.checkpoint.shard_store import Part
 from lightning_gc.compressors.wrappers.size_switch import for_shards
 from lightning_gc.engine import Engine
 from lightning_gc.engine.error_buffers import Made
 from lightning_gc.exchange.workers import Configuration, HasWeights, Workers
+from lightning_gc.sharded.fsdp_units import units_of
 from lightning_gc.transports.distributed import own_group
+
+
+class Block(NamedTuple):
+    """A rank's part of a parameter by tensor parallelism, which FSDP2 cuts into shards.
+
+    Attributes:
+        part: its place in the parameter, which is all of it where tensors are not parallel.
+        dim: along which FSDP2 cuts it.
+        copies: ranks of the tensor-parallel group that have the same block.
+    """
+
+    part: Part
+    dim: int
+    copies: int
+
+    def shard(self, index: int, shards: int) -> Part:
+        """Return one of S shards as a place in the parameter; the last ones may be empty."""
+        shape, offsets, sizes = self.part
+        length = math.ceil(sizes[self.dim] / shards)
+        begin = min(index * length, sizes[self.dim])
+        stop = min(begin + length, sizes[self.dim])
+        return Part(
+            shape,
+            tuple(o + begin if d == self.dim else o for d, o in enumerate(offsets)),
+            tuple(stop - begin if d == self.dim else n for d, n in enumerate(sizes)),
+        )
+
+
+def block_of(param: Any, dims: int, tensor_ranks: int) -> Block:
+    """Return the block of a parameter in shards.
+
+    Args:
+        param: a DTensor.
+        dims: of its mesh that are FSDP2's; those behind them are tensor parallel.
+        tensor_ranks: T, of a tensor-parallel group; they have copies of a block that is not cut.
+    """
+    mesh, shape = param.device_mesh, tuple(param.shape)
+    offsets, sizes, copies = [0] * len(shape), list(shape), tensor_ranks
+    for number, placement in enumerate(param.placements[dims:], dims):
+        if placement.is_shard():
+            length = math.ceil(sizes[placement.dim] / mesh.size(number))
+            offsets[placement.dim] += mesh.get_local_rank(number) * length
+            sizes[placement.dim] = length
+            copies //= mesh.size(number)
+    part = Part(shape, tuple(offsets), tuple(sizes))
+    return Block(part, int(param.placements[dims - 1].dim), copies)
 
 
 class ShardedWorkers(Workers):
@@ -28,22 +77,45 @@ class ShardedWorkers(Workers):
     whole parameters, so they are divided by S here. Each shard has its own random numbers. Shared
     ones are equal on all replicas.
 
+    With tensors parallel over T ranks, a rank's block of a parameter takes the parameter's place.
+    These T ranks draw the same random numbers: what they have copies of stays equal on them.
+
     Args:
         configuration: of the engines, as the user has given it.
 
     Attributes:
-        shard: this rank's index among the ranks of its replica.
+        shard: this rank's index among the ranks over which FSDP2 shards.
         shards: S.
+        tensor_rank: this rank's index among those that have a tensor together.
+        tensor_ranks: T.
+        blocks: parameter -> this rank's block, of those in ``names`` that are in shards.
     """
 
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration)
         self.shard, self.shards = 0, 1
+        self.tensor_rank, self.tensor_ranks = 0, 1
+        self.blocks: dict[Tensor, Block] = {}
+
+    def stand(self, shards: dist.ProcessGroup, tensors: dist.ProcessGroup | None) -> None:
+        """Learn this rank's place, before parameters are named.
+
+        Args:
+            shards: the group over which FSDP2 shards.
+            tensors: the tensor-parallel group; None: tensors are not parallel.
+        """
+        self.shard, self.shards = dist.get_rank(shards), dist.get_world_size(shards)
+        if tensors is not None:
+            self.tensor_rank, self.tensor_ranks = tensors.rank(), tensors.size()
 
     def name(self, module: nn.Module) -> None:
         """Set ``names`` to the trained parameters of ``module`` that have elements."""
         super().name(module)
         self.names = {param: name for param, name in self.names.items() if param.numel()}
+        # Parameters outside of all units have none: ranks refuse them when they meet.
+        dims: dict[Tensor, int] = {p: u.mesh.ndim for u in units_of(module) for p in u.params}
+        blocks = {p: block_of(p, dims[p], self.tensor_ranks) for p in self.names if p in dims}
+        self.blocks = blocks
 
     def make_engine(self, worker: int, workers: int) -> Engine:
         """Return an engine without state for this rank's shards."""
@@ -54,21 +126,27 @@ class ShardedWorkers(Workers):
         return part.engine(worker, workers)
 
     def place(self) -> dict[str, int]:
-        """Return which shard this rank has."""
-        return {"shard": self.shard, "shards": self.shards}
+        """Return which shard this rank has, of a replica's S·T."""
+        ranks = self.tensor_ranks
+        return {"shard": self.shard * ranks + self.tensor_rank, "shards": self.shards * ranks}
 
     def regroup(self, layout: Sequence[Sequence[str]]) -> None:
         """Do nothing: buckets of shards have one layout from the first round on."""
 
+    @property
+    def parts(self) -> dict[str, Part]:
+        """Parameter name -> this process's part of it."""
+        places = self.shard, self.shards
+        return {name: self.blocks[param].shard(*places) for param, name in self.names.items()}
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """Parameter name -> ranks of a replica that have the same part of it."""
+        return {name: self.blocks[param].copies for param, name in self.names.items()}
+
     def _largest(self, param: Tensor) -> tuple[int, ...]:
         """Return the first shard's shape, the same on all ranks."""
-        return shard_shape(tuple(param.shape), dim_of(param), self.shards)
-
-
-def dim_of(param: Tensor) -> int:
-    """Return the dimension along which a parameter is sharded."""
-    sharded: Any = param
-    return int(sharded.placements[-1].dim)
+        return self.blocks[param].shard(0, self.shards).sizes
 
 
 def shard_shape(shape: tuple[int, ...], dim: int, shards: int) -> tuple[int, ...]:
@@ -103,16 +181,24 @@ class FSDPWorkers(ShardedWorkers):
         return _PaddedEngine(parts, worker, workers, cuts)
 
     def _cut(self, param: Tensor) -> Cut:
-        return Cut(tuple(param.shape), dim_of(param), self.shards)
+        block = self.blocks[param]
+        return Cut(block.part.sizes, block.dim, self.shards)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameter name -> its full shape: a rank keeps errors of full parameters."""
-        return {name: tuple(param.shape) for param, name in self.names.items()}
+        """Parameter name -> its block's shape: a rank keeps errors of complete blocks."""
+        return {name: part.sizes for name, part in self.parts.items()}
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """Parameter name -> this rank's block."""
+        return {name: self.blocks[param].part for param, name in self.names.items()}
 
     def place(self) -> dict[str, int]:
-        """Return nothing: each rank is a worker."""
-        return {}
+        """Return nothing, as each rank is a worker; of parallel tensors which part it has."""
+        if self.tensor_ranks == 1:
+            return {}
+        return {"shard": self.tensor_rank, "shards": self.tensor_ranks}
 
     def _largest(self, param: Tensor) -> tuple[int, ...]:
         """Return the shape by which a parameter counts as compressed."""
@@ -190,9 +276,9 @@ NAMES = ("replicate", "data_parallel", "tensor_parallel")
 
 
 def replica_mesh(
-    device_type: str, replicas: int, shards: int, timeout: timedelta | None
+    device_type: str, replicas: int, shards: int, timeout: timedelta | None, tensor_ranks: int = 1
 ) -> DeviceMesh:
-    """Return a mesh ``(R, S, 1)`` over all ranks; those of a replica follow each other.
+    """Return a mesh ``(R, S, T)`` over all ranks; those of a replica follow each other.
 
     ``init_device_mesh`` gives its groups torch's default timeout, 10 to 30 minutes, for which the
     other ranks of a node would wait for one that hangs.
@@ -202,11 +288,17 @@ def replica_mesh(
         replicas: R.
         shards: S.
         timeout: of all collectives in the mesh's groups; None: torch's default.
+        tensor_ranks: T, ranks that have the parts of a parameter, next to each other.
 
     Communication pattern:
         All ranks make all groups, in the same order.
     """
-    mesh = torch.arange(replicas * shards, device="cpu").view(replicas, shards, 1)
-    of_each = (mesh.flatten(1).t(), mesh.flatten(1), mesh.view(-1, 1))
+    shape = replicas, shards, tensor_ranks
+    mesh = torch.arange(math.prod(shape), device="cpu").view(shape)
+    of_each = (
+        mesh.flatten(1).t(),
+        mesh.transpose(1, 2).reshape(-1, shards),
+        mesh.view(-1, tensor_ranks),
+    )
     groups = [own_group(rows.tolist(), timeout) for rows in of_each]
     return DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=NAMES)

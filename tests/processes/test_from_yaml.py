@@ -183,7 +183,7 @@ def test_by_name(name: str, tmp_path: Path) -> None:
     [
         ("LocalStepsStrategy", {"find_unused_parameters": True}, "is for DistributedDataParallel"),
         ("CompressedHSDPStrategy", {"data_parallel_size": 2}, "it follows from replicas"),
-        ("CompressedFSDPStrategy", {"tensor_parallel_size": 2}, "has not been tried"),
+        ("CompressedFSDPStrategy", {"tensor_parallel_size": 0}, "at least 1"),
     ],
 )
 def test_what_is_not_a_default_is_refused(

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 
 from lightning_gc import Identity, Menu, PerParameter, PowerSGD, TopK
@@ -19,38 +18,13 @@ from lightning_gc.controllers import Accordion, Schedule
 from lightning_gc.lightning.for_pytorch_lightning import CompressionMonitor
 from tests.support.accelerator import needs_four
 from tests.support.auto import Scripted
-from tests.support.hsdp import RANKS, Sharded, fit_sharded, hsdp
+from tests.support.hsdp import RANKS, Resumed, Sharded, fit_sharded, hsdp
 from tests.support.instances import ALL_MEMORIES
 from tests.support.processes import run_in_processes
 
 pytestmark = [pytest.mark.processes, needs_four]
 Found = list[dict[str, Any]]
 STEPS = 3
-
-
-class Resumed(pl.Callback):
-    """Notes this rank's memory when training begins, and saves when it ends."""
-
-    def __init__(self, path: str = "") -> None:
-        self.path = path
-        self.memory: dict[str, Any] = {}
-        self.step = 0
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        engine = trainer.strategy.engine
-        self.step = engine.step
-        self.memory = as_arrays(engine)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.path:
-            trainer.save_checkpoint(self.path)
-
-
-def as_arrays(engine: Any) -> dict[str, Any]:
-    memory = engine.state_dict()["memory"]
-    return {
-        f"{n} {b}": t.cpu().numpy().copy() for n, kept in memory.items() for b, t in kept.items()
-    }
 
 
 def train(

@@ -169,18 +169,40 @@ def left_by(trainer: Any, model: Any) -> dict[str, Any]:
     """Return whole parameters, and this rank's part of what a memory keeps, as arrays."""
     strategy = trainer.strategy
     engine = getattr(strategy, "engine", None)
-    memory = {} if engine is None else engine.state_dict()["memory"]
     return {
         "whole": {n: whole(p).cpu().numpy() for n, p in model.named_parameters()},
-        "memory": {
-            f"{n} {b}": t.cpu().numpy().copy()
-            for n, kept in memory.items()
-            for b, t in kept.items()
-        },
+        "memory": {} if engine is None else as_arrays(engine),
         "losses": model.losses,
         "steps": trainer.global_step,
         "rounds": None if engine is None else engine.step,
         "levels": strategy.levels() if engine is not None else None,
+    }
+
+
+class Resumed(pl.Callback):
+    """Notes this rank's memory and parts when training begins, and saves when it ends."""
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+        self.memory: dict[str, Any] = {}
+        self.parts: dict[str, Any] = {}
+        self.step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        engine = trainer.strategy.engine
+        self.step = engine.step
+        self.memory = as_arrays(engine)
+        self.parts = trainer.strategy.shard_parts
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.path:
+            trainer.save_checkpoint(self.path)
+
+
+def as_arrays(engine: Any) -> dict[str, Any]:
+    memory = engine.state_dict()["memory"]
+    return {
+        f"{n} {b}": t.cpu().numpy().copy() for n, kept in memory.items() for b, t in kept.items()
     }
 
 

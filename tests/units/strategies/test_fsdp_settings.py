@@ -75,7 +75,7 @@ TRACED = BandwidthAware((8, 4), 0.1, trace="trace.jsonl")
         ({"workers_per_node": 2}, "it is for gradients in two hops"),
         ({"state": "all"}, "use 'full', 'mean' or 'off'"),
         ({"data_parallel_size": 2}, "all ranks share the model"),
-        ({"tensor_parallel_size": 2}, "tensor parallelism has not been tried"),
+        ({"tensor_parallel_size": "auto"}, "give the number of ranks that have each layer"),
         ({"find_unused_parameters": True}, "unknown argument"),
         ({"compressor": QSGD(8)}, "unknown argument; it has two: write gradients="),
         ({"seed": 0.5}, "the seed is a whole number"),
