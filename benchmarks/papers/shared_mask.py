@@ -97,7 +97,7 @@ ARMS = {
 PAIRS = {"TopK(0.01)": "SharedTopK(0.044)", "TopK(0.003)": "SharedTopK(0.013)"}
 """Methods with about equal bytes among eight workers."""
 OPTIMIZERS = {"AdamW, β₁ = 0.9": 0.9, "AdamW, β₁ = 0": 0.0, "Muon": None}
-RATES = (0.003, 0.006, 0.012, 0.024)
+RATES = (0.0015, 0.003, 0.006, 0.012)
 ABOUT = """
 Eight workers train the transformer of the page on Adam for 640 steps. `TopK` sends its own k
 elements to seven others. `SharedTopK` cuts each parameter into eight shards. The owner of a shard,
