@@ -17,6 +17,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -110,9 +111,10 @@ class Model(LightningModule):
 
 
 class Watch(Callback):
-    """Notes when each step ended, its loss, and what the interface had sent by then."""
+    """Notes when each step ended, its loss, and what the interface had sent; speaks every 10 s."""
 
     def __init__(self) -> None:
+        self.said = 0.0
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.sent: list[int] = []
@@ -130,6 +132,10 @@ class Watch(Callback):
             self.losses.append(float(outputs["loss"]))
             counter = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
             self.sent.append(int(counter.read_text()) if counter.exists() else 0)
+            done, passed = len(self.losses), self.seconds[-1]
+            if trainer.is_global_zero and passed > self.said + 10:
+                self.said, left = passed, (trainer.estimated_stepping_batches - done) * passed / done
+                say(f"  {done} steps in {passed:.0f} s, about {left:.0f} s left")
 
 
 def train(strategy: Any, options: argparse.Namespace, batches: int, **where: Any) -> Trainer:
@@ -313,6 +319,7 @@ def main() -> None:
     if options.work:
         work(options)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that processes and link are removed
     real = not options.simulate and may_make_links(options.mbit)
     if not real and not options.simulate:
         say("No link can be made here: that needs Linux, root and iproute2. Seconds are predicted.")
