@@ -22,6 +22,8 @@ from lightning_gc.tuning import failure_detector
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.failure_detector import FailureDetector
 from lightning_gc.tuning.final_runs import (
+    RETURNED,
+    TRANSFERRED,
     TUNED,
     final_records,
     finals_running,
@@ -268,9 +270,15 @@ def _run_finals(
     for done, record in enumerate(records, start=1):
         value = record["test"] if record["test"] is not None else record["validation"]
         result = "diverged" if value is None else f"{value:.5g}"
-        which = "" if record["source"] == TUNED else " with dense's hyper-parameters"
-        text = f"final run{which}, seed {record['seed']}: {result}"
+        text = f"{_WHICH[record['source']]}, seed {record['seed']}: {result}"
         yield Event(method.name, "final", done, text)
+
+
+_WHICH = {
+    TUNED: "final run",
+    TRANSFERRED: "final run with dense's hyper-parameters",
+    RETURNED: "dense with its hyper-parameters",
+}
 
 
 def _describe(study: optuna.Study, number: int) -> str:

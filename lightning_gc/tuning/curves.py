@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_gc.lightning.monitor.dashboard import OURS
 from lightning_gc.methods.method import DENSE
-from lightning_gc.tuning.final_runs import TUNED, final_records
+from lightning_gc.tuning.final_runs import RETURNED, TUNED, final_records
 from lightning_gc.tuning.report import file_name
 from lightning_gc.tuning.tables import Row, Studies, rules_of, sizes_of
 
@@ -21,7 +21,8 @@ def write_curves(experiment: str, studies: Studies, out: str | Path) -> list[Pat
     """Write one TensorBoard run for each final run: ``out/name/method/seed_0``, ...
 
     A run has every metric that the model logged, by validation, and the ratio and bytes of the
-    whole run. Runs with dense's hyper-parameters have ``(dense's)`` after their method. The page
+    whole run. Runs with dense's hyper-parameters have ``(dense's)`` after their method, and dense
+    runs with a method's hyper-parameters its name, such as ``dense (qsgd's)``. The page
     HPARAMS has a row per run. Its columns are the hyper-parameters that differ between runs,
     learning rates and the method first. Then come the metric, the test metric, ratio and bytes.
 
@@ -68,7 +69,8 @@ def _folder(method: str, record: Row) -> str:
 
 
 def _name(method: str, record: Row) -> str:
-    return method if record["source"] == TUNED else f"{method} (dense's)"
+    names = {TUNED: method, RETURNED: f"{DENSE} ({method}'s)"}
+    return names.get(record["source"], f"{method} (dense's)")
 
 
 def _row(method: str, record: Row, studies: Studies) -> tuple[Row, Row, Row]:

@@ -1,7 +1,9 @@
 """Run the best trial of each study over several seeds, and compute the test metric.
 
 A second set of runs shows what a user gets who tunes only the compressor. It takes the tuned fields
-of compressor and memory, and the other hyper-parameters of the dense baseline's best trial.
+of compressor and memory, and the other hyper-parameters of the dense baseline's best trial. A third
+set trains densely with the method's other hyper-parameters: had the dense baseline's study missed
+them, the method would seem better than dense. Runs that would be equal to others are left out.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ from lightning_gc.tuning.failure_detector import FailureDetector, has_room, hear
 from lightning_gc.tuning.studies import best_trial, hyper_parameters
 from lightning_gc.tuning.trial import TrialError, train
 
-TUNED, TRANSFERRED = "tuned", "dense_hyper_parameters"
+TUNED, TRANSFERRED, RETURNED = "tuned", "dense_hyper_parameters", "dense_with_its_hyper_parameters"
 
 
 def run_finals(
@@ -37,12 +39,13 @@ def run_finals(
     one was taken for dead.
     """
     for key, source, params, seed in _planned(experiment, method, study, dense):
+        trained = Method(DENSE) if source == RETURNED else method
         known, run = study.user_attrs.get(key), (study.study_name, key)
         if known and ("validation" in known or not detector.is_dead(run, known)):
             continue
         began = time.monotonic()
         with _claimed(study, key):
-            record = _run(experiment, method, params, seed)
+            record = _run(experiment, trained, params, seed)
         record |= {"source": source, "params": dict(params), "seed": seed}
         record["seconds"] = time.monotonic() - began
         study.set_user_attr(key, record)
@@ -62,7 +65,7 @@ def final_records(study: optuna.Study, dense: optuna.Study | None) -> list[dict[
     """Return the records of the current best trials."""
     prefixes = [_prefix(TUNED, study)]
     if dense is not None:
-        prefixes.append(_prefix(TRANSFERRED, study, dense))
+        prefixes += [_prefix(source, study, dense) for source in (TRANSFERRED, RETURNED)]
     return [
         record
         for prefix in prefixes
@@ -79,7 +82,7 @@ def finals_total(
     A study whose trials have all failed has none.
     """
     if has_room(study, experiment.trials):
-        return len(experiment.seeds) * (1 if method.name == DENSE else 2)
+        return len(experiment.seeds) * (1 if method.name == DENSE else 3)
     return len(list(_planned(experiment, method, study, dense)))
 
 
@@ -91,13 +94,21 @@ def _planned(
     if winner is None:
         return
     runs = [(_prefix(TUNED, study), TUNED, winner.params)]
-    if method.name != DENSE and best_trial(dense) is not None:
+    if method.name != DENSE and best_trial(dense) is not None and not shares(study, dense):
         own = {n: v for n, v in winner.params.items() if n.startswith(PREFIXES)}
-        moved = hyper_parameters(dense) | own
-        runs.append((_prefix(TRANSFERRED, study, dense), TRANSFERRED, moved))
+        for source, params in (
+            (TRANSFERRED, hyper_parameters(dense) | own),
+            (RETURNED, hyper_parameters(study)),
+        ):
+            runs.append((_prefix(source, study, dense), source, params))
     for prefix, source, params in runs:
         for seed in experiment.seeds:
             yield f"{prefix}{seed}", source, params, seed
+
+
+def shares(study: optuna.Study, dense: optuna.Study) -> bool:
+    """Return whether two winners differ in nothing but a method's own fields."""
+    return hyper_parameters(study) == hyper_parameters(dense)
 
 
 def _prefix(source: str, *studies: optuna.Study) -> str:

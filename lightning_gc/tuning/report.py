@@ -6,7 +6,7 @@ import html
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ _SECTIONS = {
 }
 """Table or plot -> heading and text of its section. Values of a parameter begin with ``tuned_``."""
 MOVED = "test_with_dense_hyper_parameters"
+RETURNED = "dense_with_its_hyper_parameters"
 TRIALS, SEEDS = 10, 3
 """Fewest trials and seeds of method and dense that allow a verdict."""
 BUSY = 1.2
@@ -211,8 +212,10 @@ def findings(studies: Studies, results: Table) -> list[str]:
 
     A difference is "more than the spread" if it exceeds ``sqrt(s² + d²)``, for the standard
     deviations of method and dense over seeds, and two standard errors. A method that does worse
-    than with dense's hyper-parameters, by more than the spread, is not tuned to its end. Fewer than
-    ``TRIALS`` trials or ``SEEDS`` seeds give no verdict.
+    than with dense's hyper-parameters, by more than the spread, is not tuned to its end. If dense
+    training does better with any method's hyper-parameters than with its own, by more than the
+    spread, then dense is not, and no method gets a verdict. Fewer than ``TRIALS`` trials or
+    ``SEEDS`` seeds give none either.
 
     Args:
         studies: of the experiment.
@@ -221,42 +224,76 @@ def findings(studies: Studies, results: Table) -> list[str]:
     size, _ = sizes_of(studies)
     rows = {row["method"]: row for row in results.rows}
     sign = 1 if rules_of(studies)["mode"] == "min" else -1
+    better = _better_dense(rows, sign)
     return [
-        f"{name} {_ending(row, rows.get(DENSE), sign)}{_saving(row[size], size)}."
+        f"{name} {_ending(row, rows.get(DENSE), sign, better)}{_saving(row[size], size)}."
         for name, row in rows.items()
         if name != DENSE
     ]
 
 
-def _ending(row: Row, dense: Row | None, sign: int) -> str:
+def _better_dense(rows: Mapping[str, Row], sign: int) -> str:
+    """Return with whose hyper-parameters dense training is best, if not with its own; or ""."""
+    dense = rows.get(DENSE, {})
+    own, best = _figures(dense, "test"), ""
+    least = own
+    for name, row in rows.items():
+        other = _figures(row, RETURNED)
+        if own is None or least is None or other is None:
+            continue
+        noise = _noise(own[1], other[1], min(row["seeds"], dense["seeds"]))
+        if sign * (own[0] - other[0]) > noise and sign * (least[0] - other[0]) > 0:
+            least = other
+            best = f"{_with_spread(row, RETURNED)} with {name}'s hyper-parameters"
+    return best and f"{best}, {_with_spread(dense, 'test')} with its own"
+
+
+def _figures(row: Row, column: str) -> tuple[float, float] | None:
+    """Return a mean over seeds and its deviation; None if one of them is missing."""
+    value, spread = row.get(column), row.get(f"{column}_spread")
+    return (value, spread) if isinstance(value, float | int) and spread is not None else None
+
+
+def _missing(row: Row, dense: Row | None) -> str:
+    """Return what a comparison lacks, or ""."""
     if row["validation"] is None:
         return "has no result, because no trial has completed within its budget"
     if dense is None or dense["validation"] is None:
         return "cannot be compared, because dense has no result"
-    if "diverged" in (row["test"], dense["test"]):
-        if row["test"] == "diverged":
-            return "diverged in a final run"
+    if row["test"] == "diverged":
+        return "diverged in a final run"
+    if dense["test"] == "diverged":
         return "cannot be compared, because dense diverged in a final run"
     if row["test"] is None or dense["test"] is None:
         own, other = _cell(row["validation"]), _cell(dense["validation"])
         return f"ends at {own} in its best trial, dense at {other} (no verdict without final runs)"
-    moved, seeds = row[MOVED], min(row["seeds"], dense["seeds"])
-    spreads = row["test_spread"], row[f"{MOVED}_spread"]
-    if isinstance(moved, float | int) and None not in spreads:
-        noise = _noise(*spreads, row["seeds"])
-        if sign * (row["test"] - moved) > noise:
-            both = f"{_cell(row['test'])} tuned, {_cell(moved)} with dense's hyper-parameters"
-            return f"is not tuned to its end: it needs more trials ({both})"
+    return ""
+
+
+def _ending(row: Row, dense: Row | None, sign: int, better: str) -> str:
+    missing = _missing(row, dense)
+    if missing or dense is None:
+        return missing
+    own, moved, seeds = _figures(row, "test"), _figures(row, MOVED), row["seeds"]
+    if own and moved and sign * (own[0] - moved[0]) > _noise(own[1], moved[1], seeds):
+        both = f"{_cell(own[0])} tuned, {_cell(moved[0])} with dense's hyper-parameters"
+        return f"is not tuned to its end: it needs more trials ({both})"
+    value, seeds = _with_spread(row, "test"), min(seeds, dense["seeds"])
+    if better:
+        return f"ends at {value} (no verdict: dense is not tuned to its end, it reaches {better})"
     trials = min(each["complete"] + each["pruned"] + each["failed"] for each in (row, dense))
     if trials < TRIALS or seeds < SEEDS:
-        values = f"{_with_spread(row, 'test')}, dense at {_with_spread(dense, 'test')}"
+        values = f"{value}, dense at {_with_spread(dense, 'test')}"
         few = f"{trials} trials and {_counted(seeds, 'seed')}; {TRIALS} and {SEEDS} are needed"
         return f"ends at {values} (no verdict from {few})"
     noise = _noise(row["test_spread"], dense["test_spread"], seeds)
     if abs(row["test"] - dense["test"]) <= noise:
         return f"ends within the spread of dense over {seeds} seeds"
     apart = _apart(row["test"], dense["test"], noise)
-    return f"ends {apart}, more than the spread over {seeds} seeds"
+    text = f"ends {apart}, more than the spread over {seeds} seeds"
+    if moved and abs(moved[0] - dense["test"]) <= _noise(moved[1], dense["test_spread"], seeds):
+        return f"{text} (within it with dense's hyper-parameters)"
+    return text
 
 
 def _noise(spread: float, other: float, seeds: int) -> float:

@@ -129,9 +129,9 @@ def _within(value: Any, distribution: Any) -> bool:
     return isinstance(value, int | float) and distribution.low <= value <= distribution.high
 
 
-def hyper_parameters(dense: optuna.Study) -> dict[str, Any]:
-    """Return the hyper-parameters of the baseline's best trial so far, without the method's own."""
-    best = best_trial(dense)
+def hyper_parameters(study: optuna.Study) -> dict[str, Any]:
+    """Return the hyper-parameters of the best trial so far, without the method's own."""
+    best = best_trial(study)
     found = {} if best is None else best.params
     return {name: value for name, value in found.items() if not name.startswith(PREFIXES)}
 

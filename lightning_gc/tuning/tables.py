@@ -16,14 +16,15 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_gc.methods.method import DENSE
 from lightning_gc.tuning.failure_detector import counts
-from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED, final_records
+from lightning_gc.tuning.final_runs import RETURNED, TRANSFERRED, TUNED, final_records, shares
 from lightning_gc.tuning.studies import RULES, best_trial
 
 TOP = 8
 """Maximum number of best trials per study in plots of their values; at most a third of all."""
 
 _RESULTS = """method validation test test_spread seeds test_with_dense_hyper_parameters
-test_with_dense_hyper_parameters_spread ratio wire_bytes encoding_ratio encoded_bytes epochs
+test_with_dense_hyper_parameters_spread dense_with_its_hyper_parameters
+dense_with_its_hyper_parameters_spread ratio wire_bytes encoding_ratio encoded_bytes epochs
 complete pruned failed"""
 _SCATTER = "method trial metric ratio wire_bytes encoding_ratio encoded_bytes on_front"
 _SIZES = ("ratio", "wire_bytes", "encoding_ratio", "encoded_bytes")
@@ -135,6 +136,9 @@ def _results(studies: Studies) -> Cells:
         finals = final_records(study, dense)
         tuned = [record for record in finals if record["source"] == TUNED]
         moved = [record for record in finals if record["source"] == TRANSFERRED]
+        if not moved and dense is not None and shares(study, dense):
+            moved = tuned
+        returned = [record for record in finals if record["source"] == RETURNED]
         best, states = winners.get(name), [t.state for t in study.get_trials() if counts(t)]
         known = {} if best is None else best.user_attrs
         yield (
@@ -142,7 +146,8 @@ def _results(studies: Studies) -> Cells:
             None if best is None else best.values[0],
             *_mean(tuned),
             len(tuned),
-            *_mean(moved if name != DENSE else tuned),
+            *_mean(moved),
+            *_mean(returned),
             *(known.get(key) for key in (*_SIZES, "epochs")),
             *(states.count(s) for s in (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)),
         )

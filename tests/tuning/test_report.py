@@ -13,7 +13,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from lightning_gc.tuning import open_storage, report
-from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED
+from lightning_gc.tuning.final_runs import RETURNED, TRANSFERRED, TUNED
 from lightning_gc.tuning.report import find_studies, findings
 from lightning_gc.tuning.studies import RULES
 from lightning_gc.tuning.tables import Table, tables
@@ -35,6 +35,7 @@ def add_study(
     best_rate: float,
     seeds: Sequence[int] = (0, 1),
     moved: float = 10,
+    returned: float = 10,
     busy: float = 1.0,
 ) -> None:
     """Add a study of ten trials, with final runs.
@@ -46,6 +47,7 @@ def add_study(
         best_rate: the learning rate with the lowest perplexity.
         seeds: of final runs.
         moved: how much higher the perplexity is with dense's hyper-parameters.
+        returned: how much higher it is of dense training with the method's.
         busy: seconds for each CPU second.
     """
     study = optuna.create_study(study_name=f"made_up/{name}", storage=storage)
@@ -73,13 +75,14 @@ def add_study(
         trial.set_user_attr(key, "diverged")
         study.tell(trial, state=state)
     winner, baseline = study.best_trial.number, _dense_winner(storage)
-    for seed, source in itertools.product(seeds, (TUNED, TRANSFERRED)):
-        off = source == TRANSFERRED
+    more = {TUNED: 0.0, TRANSFERRED: moved, RETURNED: returned}
+    for seed, source in itertools.product(seeds, more):
+        off = source != TUNED
         if off and name == "dense":
             continue
         key = f"final/{source}/{winner}{f'-{baseline}' if off else ''}/{seed}"
         record = {"source": source, "seed": seed, "diverged": False, "params": {}}
-        test = 100.0 + seed + (moved if off else 0)
+        test = 100.0 + seed + more[source]
         study.set_user_attr(key, record | {"validation": 90.0, "test": test})
 
 
@@ -240,6 +243,19 @@ def test_a_study_in_which_tuning_lost_says_so(tmp_path: Path) -> None:
     assert "The gain from tuning" not in page
 
 
+def test_a_study_in_which_dense_missed_the_best_rate_gives_no_verdict(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path / "study.journal")
+    add_study(storage, "dense", 1.0, 20.0, seeds=(0, 1, 2))
+    add_study(storage, "qsgd", 8.0, 20.0, seeds=(0, 1, 2))
+    add_study(storage, "topk", 50.0, 10.0, seeds=(0, 1, 2), returned=-60)
+    report(storage, tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    better = "it reaches 41 ± 1 with topk's hyper-parameters, 101 ± 1 with its own"
+    for method in ("qsgd", "topk"):
+        said = f"{method} ends at 101 ± 1 (no verdict: dense is not tuned to its end, {better})"
+        assert said in text
+
+
 @pytest.mark.parametrize(
     ("busy", "said"), [(1.0, False), (3.0, True)], ids=["as before", "got busy in the middle"]
 )
@@ -268,6 +284,11 @@ def moved(test: Any, spread: float | None = 1.0) -> dict[str, Any]:
     return {key: test, f"{key}_spread": spread}
 
 
+def returned(test: Any, spread: float | None = 1.0) -> dict[str, Any]:
+    key = "dense_with_its_hyper_parameters"
+    return {key: test, f"{key}_spread": spread}
+
+
 @pytest.mark.parametrize(
     ("dense", "other", "said"),
     [
@@ -289,6 +310,14 @@ def moved(test: Any, spread: float | None = 1.0) -> dict[str, Any]:
         (result(100.0), result(103.0, **moved(90.0)), "its end: it needs more trials (103 tuned,"),
         (result(100.0), result(103.0, **moved(102.0)), "ends 3 % above dense"),  # by its spread
         (result(100.0), result(103.0, **moved("diverged")), "ends 3 % above dense"),
+        (result(100.0), result(90.0, **moved(100.5)), "(within it with dense's hyper-parameters)"),
+        (
+            result(100.0),
+            result(90.0, **returned(91.0)),
+            "no verdict: dense is not tuned to its end",
+        ),
+        (result(100.0), result(90.0, **returned(99.0)), "ends 10 % below dense, more than"),
+        (result(100.0), result(90.0, **returned(91.0, None)), "ends 10 % below dense, more than"),
         (result(100.0), result(103.0, **moved(90.0), complete=1), "is not tuned to its end"),
         # Of one seed nobody knows the noise.
         (result(100.0), result(103.0, None, 1, **moved(90.0, None)), "(no verdict from 12 trials"),

@@ -16,7 +16,7 @@ from lightning_gc.compressors import Range
 from lightning_gc.tuning import Method, MissingMetric, StorageError, TrialError, open_storage, tune
 from lightning_gc.tuning.comparison import Event
 from lightning_gc.tuning.failure_detector import counts
-from lightning_gc.tuning.final_runs import TRANSFERRED, TUNED, final_records
+from lightning_gc.tuning.final_runs import RETURNED, TRANSFERRED, TUNED, final_records
 from lightning_gc.tuning.studies import PerTrialSampler, best_trial
 from tests.support.fitting import unwarned
 from tests.support.tuning import (
@@ -50,25 +50,31 @@ def params(study: optuna.Study) -> list[dict[str, Any]]:
 def test_every_method_has_a_study_with_as_many_trials_and_dense_comes_first(journal: Path) -> None:
     shown: list[Event] = []
     with unwarned():
-        studies = tune(experiment(), ["topk", "cast"], journal, show=shown.append)
+        studies = tune(experiment(seed=4), ["topk", "cast"], journal, show=shown.append)
     assert list(studies) == ["dense", "topk", "cast"]
     assert [len(study.trials) for study in studies.values()] == [4, 4, 4]
     assert set(studies["dense"].best_params) == {"x"}
     assert set(studies["topk"].best_params) == {"x", "compressor.density"}
     assert set(studies["cast"].best_params) == {"x", "compressor.dtype"}
-    # The winner is run with its own hyper-parameters, and with dense's: one seed each.
-    best = studies["dense"].best_params
-    own, moved = final_records(studies["topk"], studies["dense"])
-    assert (own["source"], moved["source"]) == (TUNED, TRANSFERRED)
-    assert own["params"] == studies["topk"].best_params
-    assert moved["params"] == {**own["params"], **best}
+    # A winner is run with its own hyper-parameters and with dense's, and dense with the winner's:
+    # one seed each. TopK's winner has dense's, so it is run once.
+    dense = studies["dense"]
+    (alone,) = final_records(studies["topk"], dense)
+    own, moved, returned = final_records(studies["cast"], dense)
+    assert [alone["params"], own["params"]] == [studies[n].best_params for n in ("topk", "cast")]
+    assert alone["params"]["x"] == dense.best_params["x"] != own["params"]["x"]
+    sources = [each["source"] for each in (alone, own, moved, returned)]
+    assert sources == [TUNED, TUNED, TRANSFERRED, RETURNED]
+    assert moved["params"] == own["params"] | dense.best_params
+    assert returned["params"] == {"x": own["params"]["x"]}
     assert own["test"] == pytest.approx((own["params"]["x"] - 0.3) ** 2 + 100)
+    assert [returned["test"], returned["ratio"]] == [own["test"], 1]
     assert [e.kind for e in shown] == ["plan"] + ["trial"] * 12 + ["final"] * 5
     works = [event.workload for event in shown if event.workload is not None]
     assert [work.done for work in works] == list(range(18))
-    assert {work.runs for work in works} == {17}
+    assert [works[i].runs for i in (0, -1)] == [19, 17]
     assert works[0].seconds is None
-    assert "4 trials, then 5 final runs" in shown[0].text
+    assert "4 trials, then 7 final runs" in shown[0].text
     assert "unknown until the first trial has ended" in shown[0].text
     assert works[-1].seconds == 0
     assert all(work.seconds for work in works[1:-1])
