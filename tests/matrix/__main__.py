@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.matrix.combination import (
-    CONSTRAINTS,
     Combination,
     NotHere,
     Project,
@@ -110,11 +109,13 @@ def prepared(name: str, kind: type[Installer]) -> tuple[Path, Path, Installer]:
 def train(each: Project, wheel: Path, kind: type[Installer]) -> list[str]:
     """Return versions, whether a project's script succeeded, and where its log is."""
     folder, log, installer = prepared(each.name, kind)
+    constraints = folder / "constraints.txt"
+    constraints.write_text(each.constraints)
     try:
         installer.make(f"{sys.version_info.major}.{sys.version_info.minor}")
         for small in installer.torch(tested_torch()):
             installer.install(small)
-        installer.install("-c", str(CONSTRAINTS), str(wheel), *each.requirements)
+        installer.install("-c", str(constraints), str(wheel), *each.requirements)
     except NotHere as why:
         return ["", "not here", str(why)]
     package = (each.requirements or ["torch"])[-1].partition("[")[0]

@@ -59,11 +59,19 @@ class Project:
         name: of the project, ``"project-..."``.
         script: in the folder ``projects``; it trains.
         requirements: what pip installs, each the newest that the tested versions allow.
+        unpinned: packages of constraints.txt that the project needs in other versions.
     """
 
     name: str
     script: str
     requirements: list[str]
+    unpinned: list[str] = field(default_factory=list)
+
+    @property
+    def constraints(self) -> str:
+        """Return the text of constraints.txt without the unpinned packages."""
+        lines = CONSTRAINTS.read_text().splitlines(keepends=True)
+        return "".join(line for line in lines if line.partition("==")[0] not in self.unpinned)
 
 
 def tested_torch() -> str:

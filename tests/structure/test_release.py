@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import lightning_gc
-from tests.matrix.combination import combinations, projects
+from tests.matrix.combination import CONSTRAINTS, Project, combinations, projects
 from tests.matrix.projects.comparison import broken
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +114,14 @@ def test_each_project_has_a_script_and_each_script_a_project() -> None:
     weekly = yaml.safe_load((ROOT / ".github" / "workflows" / "projects.yml").read_text())
     (schedule,) = weekly[True]["schedule"]  # YAML 1.1 reads the key "on" so
     assert schedule["cron"].rpartition(" ")[2] in "0123456"
+
+
+def test_a_project_is_free_of_the_constraints_that_it_names() -> None:
+    pinned = set(CONSTRAINTS.read_text().splitlines())
+    for each in (*projects(), Project("", "", [], ["numpy"])):
+        missing = pinned - set(each.constraints.splitlines())
+        assert {line.partition("==")[0] for line in missing} == set(each.unpinned)
+        assert "torch" not in each.unpinned
 
 
 def digests(**changed: str) -> list[dict[str, str]]:

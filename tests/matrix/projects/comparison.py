@@ -6,6 +6,7 @@ in an environment with the project and the wheel, and imports nothing of the tes
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -108,24 +109,29 @@ def seed(number: int) -> None:
 
 
 def trainer_settings(
-    compressor: Compressor | None, folder: Path, stop: bool, **options: Any
+    compressor: Compressor | None,
+    folder: Path,
+    stop: bool,
+    package: str = "lightning.pytorch",
+    **options: Any,
 ) -> dict[str, Any]:
-    """Return a quiet Trainer's settings, of the package ``lightning``: an epoch, or two.
+    """Return a quiet Trainer's settings: an epoch, or two.
 
     Args:
         compressor: or None for Lightning's own DDP.
         folder: where the checkpoint of each epoch goes.
         stop: after the first epoch.
+        package: that the project's Trainer is from.
         options: of the strategy.
     """
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.strategies import DDPStrategy
-
     from lightning_gc import CompressedDDPStrategy
+
+    callbacks = importlib.import_module(f"{package}.callbacks")
+    strategies = importlib.import_module(f"{package}.strategies")
 
     options["process_group_backend"] = "gloo"
     if compressor is None:
-        strategy: Any = DDPStrategy(**options)
+        strategy: Any = strategies.DDPStrategy(**options)
     else:
         strategy = CompressedDDPStrategy(compressor, **options)
     return {
@@ -133,7 +139,10 @@ def trainer_settings(
         "devices": WORKERS,
         "strategy": strategy,
         "max_epochs": 1 if stop else 2,
-        "callbacks": [ModelCheckpoint(folder, save_last=True, save_top_k=0), seeded_steps()],
+        "callbacks": [
+            callbacks.ModelCheckpoint(folder, save_last=True, save_top_k=0),
+            seeded_steps(package),
+        ],
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -141,11 +150,11 @@ def trainer_settings(
     }
 
 
-def seeded_steps() -> Any:
+def seeded_steps(package: str = "lightning.pytorch") -> Any:
     """Return a callback that seeds each batch by its number: Lightning restores no such state."""
-    from lightning.pytorch.callbacks import Callback
+    callbacks: Any = importlib.import_module(f"{package}.callbacks")
 
-    class SeededSteps(Callback):
+    class SeededSteps(callbacks.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_start(
             self, trainer: Any, module: Any, batch: Any, index: int, *given: Any
         ) -> None:
