@@ -472,6 +472,13 @@ class Inheritance:
             if place.resumed and (number, tree["mark"]) == (engine.step, self.mark()):
                 # The steps within the round are kept, too.
                 return number, rounds.position, "kept"
+            if place.resumed:  # parts of that error may have been sent since
+                place.belongs = False
+                say(
+                    "The checkpoint is of round %d, and the run is in round %d: this worker begins "
+                    "with a zero error.",
+                    *(engine.step, number),
+                )
             place.resumed = False
             if self._changing:  # since an attempt whose verdict this worker has not read
                 took = {"ask": "took", "number": self._membership.member.number}

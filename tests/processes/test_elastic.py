@@ -249,6 +249,35 @@ def test_a_run_resumes_with_any_number_of_workers(
 
 
 @pytest.mark.nightly
+def test_a_worker_that_returns_with_an_old_checkpoint_begins_without_its_error(
+    tmp_path: Path,
+) -> None:
+    """It has sent parts of that error since then."""
+    site = Site(tmp_path, steps=20)
+    site.job = replace(site.job, checkpoint=20)
+    site.start("a", "b")
+    site.ended("a", "b")
+    site.job = replace(site.job, steps=400, checkpoint=0)
+    files = {name: str(next(site.folder.glob(f"{name}-*.ckpt"))) for name in ("a", "b")}
+    for name in ("a", "b", "c"):
+        site.start(name, resume=files.get(name, files["a"]))
+    site.until("b", 60)
+    site.signal("b", signal.SIGKILL)
+    site.until("a", 120)
+    site.start("d", resume=files["b"])
+    site.until("d", 160)
+    left = site.ended("a", "c", "d")
+    number = left[-1]["number"]
+    late = (each.entered[number] for each in site.rounds() if number in each.entered)
+    first = next(entrance for entrance in late if entrance.round > 15)
+    assert first.error == "zero"
+    said = (site.folder / "d.log").read_text()
+    assert "The checkpoint is of round 5, and the run is in round" in said
+    assert len({each["weights"] for each in left}) == 1
+    site.close()
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_short_soak(seed: int) -> None:

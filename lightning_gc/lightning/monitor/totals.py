@@ -308,11 +308,12 @@ def _worth(total: Totals, averages: Mapping[str, float], requests: Sequence[Exch
     rate = rates[-(len(rates) // 10 + 1)]
     if largest / rate < _QUICK:
         return " Whether that was worth it cannot be told: messages are too small for the link."
+    judged = f", judged by messages of {human_bytes(largest)}" * (4 * largest < dense)
     saved = (dense - sent) / rate - averages["compress_seconds"] - averages["decode_seconds"]
     verb = "saved" if saved > 0 else "cost"
     return (
         f" It {verb} about {abs(saved):.2g} s per step: uncompressed, messages of "
-        f"{human_bytes(dense)} would have taken about {dense / rate:.2g} s."
+        f"{human_bytes(dense)} would have taken about {dense / rate:.2g} s{judged}."
     )
 
 
