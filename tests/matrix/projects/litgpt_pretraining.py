@@ -7,7 +7,7 @@ from typing import Any
 import lightning
 import torch
 from comparison import WORKERS, compare
-from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.ddp import DDPStrategy
 from litgpt import pretrain
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.config import Config
