@@ -128,6 +128,14 @@ TENSOR_PARALLEL: dict[str, Way] = {
 KINDS = {"": HSDP, "--fsdp": FSDP, "--tensor-parallel": TENSOR_PARALLEL}
 
 
+def by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Return the parameters of each mesh that some are on."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for param in model.parameters():
+        found.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    return list(found.values())
+
+
 def turn(way: Way, steps: int) -> dict[str, list[float]]:
     """Train for so many steps after the warm-up; return seconds, and the node's bytes, of each."""
     wrap, compressor, given = way
@@ -149,7 +157,8 @@ def turn(way: Way, steps: int) -> dict[str, list[float]]:
         logits = model(words)
         nn.functional.cross_entropy(logits.flatten(0, -2), following.flatten()).backward()
         assert clip is not None
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for params in by_mesh(model):  # torch takes no norm over several
+            nn.utils.clip_grad_norm_(params, clip)
         optimizer.step()
         seconds = time.perf_counter() - began
         dist.barrier()

@@ -134,10 +134,8 @@ class Watch(Callback):
             self.sent.append(int(counter.read_text()) if counter.exists() else 0)
             done, passed = len(self.losses), self.seconds[-1]
             if trainer.is_global_zero and passed > self.said + 10:
-                self.said, left = (
-                    passed,
-                    (trainer.estimated_stepping_batches - done) * passed / done,
-                )
+                self.said = passed
+                left = (trainer.estimated_stepping_batches - done) * passed / done
                 say(f"  {done} steps in {passed:.0f} s, about {left:.0f} s left")
 
 

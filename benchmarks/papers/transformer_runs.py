@@ -20,7 +20,6 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import by_default, layerwise
 from lightning_gc.engine import Engine
 from lightning_gc.memories import Memory
-from lightning_gc.schemes import Scheme
 from lightning_gc.testing import LocalLockstep
 from lightning_gc.transports import Simulated
 
@@ -34,7 +33,6 @@ class Arm:
     Attributes:
         compressor: with the dense switch for small parameters that strategies add.
         memory: its own by default.
-        scheme: of gradients; its own by default.
         every: H, steps between exchanges of weights; 0: gradients are exchanged in every step.
         outer: the step of the common weights.
         delay: steps of training until an exchange of weights is taken over, by rebasing.
@@ -53,7 +51,6 @@ class Arm:
     momentum: float = 0.9
     make: Callable[[Transformer, float], Optimizer] | None = None
     tied: bool = True
-    scheme: Scheme | None = None
 
 
 def run(arm: Arm, workers: int, *, rate: float, steps: int, seed: int) -> Row:
@@ -80,7 +77,7 @@ def _gradients(workers: list[Worker], arm: Arm, steps: int, seed: int) -> int:
     """Train as DDP does, on one replica; return the bytes that a worker sends."""
     compressor = layerwise(by_default(arm.compressor))
     engines = [
-        Engine(compressor, arm.memory, arm.scheme, worker=index, workers=len(workers), seed=seed)
+        Engine(compressor, arm.memory, worker=index, workers=len(workers), seed=seed)
         for index in range(len(workers))
     ]
     transport = Simulated(len(workers))

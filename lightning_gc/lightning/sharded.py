@@ -60,8 +60,8 @@ class ShardedStrategy(RealWorker, abc.ABC):
         ranks, tensor_ranks = self.num_nodes * self.num_processes, self.tensor_parallel_size
         if ranks % tensor_ranks:
             raise ValueError(
-                f"{type(self).__name__}(tensor_parallel_size={tensor_ranks}): {ranks} ranks are no "
-                f"multiple of it; use one of {', '.join(map(str, divisors_of(ranks)))}."
+                f"{type(self).__name__}(tensor_parallel_size={tensor_ranks}): {ranks} ranks are "
+                f"not a multiple of it; use one of {', '.join(map(str, divisors_of(ranks)))}."
             )
         replicas = self._replicas_of(ranks // tensor_ranks)
         self._data_parallel_size, self._tensor_parallel_size = ranks, 1

@@ -39,7 +39,7 @@ class Block(NamedTuple):
     def shard(self, index: int, shards: int) -> Part:
         """Return one of S shards as a place in the parameter; the last ones may be empty."""
         shape, offsets, sizes = self.part
-        length = math.ceil(sizes[self.dim] / shards)
+        length = shard_shape(sizes, self.dim, shards)[self.dim]
         begin = min(index * length, sizes[self.dim])
         stop = min(begin + length, sizes[self.dim])
         return Part(

@@ -20,6 +20,7 @@ from optuna.storages import BaseStorage
 from lightning_gc.compressors import COMPRESSORS
 from lightning_gc.methods import plot_style, text_table
 from lightning_gc.methods.method import DENSE
+from lightning_gc.tuning.final_runs import RETURNED
 from lightning_gc.tuning.journal import open_storage
 from lightning_gc.tuning.tables import (
     TOP,
@@ -82,7 +83,6 @@ _SECTIONS = {
 }
 """Table or plot -> heading and text of its section. Values of a parameter begin with ``tuned_``."""
 MOVED = "test_with_dense_hyper_parameters"
-RETURNED = "dense_with_its_hyper_parameters"
 TRIALS, SEEDS = 10, 3
 """Fewest trials and seeds of method and dense that allow a verdict."""
 BUSY = 1.2

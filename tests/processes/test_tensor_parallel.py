@@ -325,7 +325,7 @@ def test_other_meshes_are_refused_on_all_ranks() -> None:
         assert "2 tensor-parallel ranks cannot share equally; make it a multiple" in rank["uneven"]
         assert "mesh of tensor-parallel ranks; give tensor_parallel_size=2" in rank["unannounced"]
         assert "and here it is [0, 1]. Meshes of experts" in rank["elsewhere"]
-        assert "4 ranks are no multiple of it; use one of 1, 2, 4" in rank["indivisible"]
+        assert "4 ranks are not a multiple of it; use one of 1, 2, 4" in rank["indivisible"]
 
 
 @pytest.mark.parametrize("strategy", [hsdp, fsdp])
