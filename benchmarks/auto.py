@@ -7,8 +7,8 @@ and a number of workers. There ``auto`` trains twice with each word, until it ha
 The cost of looking is a figure by itself. It has the seconds of weighing, and what steps of trials
 took longer than those before.
 
-Then one run takes plain DDP and all choices in turns of a few steps: a machine's speed moves by
-10 % within minutes, and what is measured seconds apart shares it.
+Then one run takes plain DDP, twice, and all choices in turns of a few steps: a machine's speed
+moves by 10 % within minutes, and what is measured seconds apart shares it.
 
 All workers share this machine's cores: ratios within a cell are what counts. Every cell goes to
 ``auto_cells.json`` as soon as it is there; with equal options it is not measured again.
@@ -56,6 +56,8 @@ TURN, EARLY, HOPELESS = 5, 2, 1.3
 """Steps of a turn, whose first one settles. Rounds with all choices; later ones leave out choices
 that took so many times the fastest's seconds."""
 UNCOMPRESSED = "uncompressed"
+TWIN = "plain DDP, its twin"
+"""A second copy of plain DDP: what it differs by is what no other difference can be told from."""
 
 
 def strategy_of(arm: str) -> Any:
@@ -139,17 +141,17 @@ class Loop:
 def in_turns(word: str, model: str, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of a step with each choice and with plain DDP, turn by turn."""
     menu, memory = menu_of(word)
-    plain, ours = Loop(model), Loop(model)
+    plain, ours = {PLAIN: Loop(model), TWIN: Loop(model)}, Loop(model)
     handle = attach(ours.ddp, menu, memory, optimizers=ours.optimizer, timeout=LIMIT)
     levels = dict(zip(menu.names, itertools.count(1.0))) | {UNCOMPRESSED: None}
-    found: dict[str, list[float]] = {name: [] for name in (*levels, PLAIN)}
+    found: dict[str, list[float]] = {name: [] for name in (*levels, *plain)}
     for number in range(rounds + 1):
         names = [[name for name in found if number <= EARLY or _near(found[name], found)]]
         dist.broadcast_object_list(names)
         start = number % len(names[0])  # each round begins with another one
         for name in names[0][start:] + names[0][:start]:
-            if name == PLAIN:
-                taken = plain.turn()
+            if name in plain:
+                taken = plain[name].turn()
             else:
                 handle.set_levels(levels[name])
                 taken = ours.turn()
@@ -193,6 +195,8 @@ def row_of(cell: dict[str, Any], word: str) -> dict[str, Any]:
     """
     turns = cell["turns"][word]
     took = {name: sorted(taken)[len(taken) // 4] for name, taken in turns.items()}
+    twins = sorted((took[PLAIN], took.pop(TWIN)))
+    took[PLAIN] = statistics.mean(twins)
     runs = cell["auto"][word]
     seconds = statistics.mean(took[each["chosen"]] for each in runs)
     best = min(took, key=lambda name: took[name])
@@ -202,6 +206,7 @@ def row_of(cell: dict[str, Any], word: str) -> dict[str, Any]:
         "seconds": seconds,
         "own": min(each["seconds"] for each in runs),
         "ddp": took[PLAIN],
+        "twins": twins[1] / twins[0] - 1,
         "best": best,
         "best_seconds": took[best],
         "share": looking / (2000 * seconds),
@@ -223,7 +228,7 @@ def page(cells: list[dict[str, Any]]) -> str:
                     *(word, row["chosen"]),
                     *(f"{row[each]:.3f}" for each in ("ddp", "seconds", "own")),
                     f"{row['best']}, {row['best_seconds']:.3f}",
-                    *(f"{of_best:.2f}", f"{of_ddp:.2f}"),
+                    *(f"{of_best:.2f}", f"{of_ddp:.2f}", f"{row['twins']:.1%}"),
                     *(f"{row['share']:.2%}", str(row["decided"])),
                 ]
             )
@@ -232,6 +237,7 @@ def page(cells: list[dict[str, Any]]) -> str:
         "fastest fixed method",
         "auto / fastest",
         "auto / DDP",
+        "twins differ by",
         "looking, of 2,000 steps",
         "decided after",
     ]
