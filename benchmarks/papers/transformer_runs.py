@@ -20,10 +20,11 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import by_default, layerwise
 from lightning_gc.engine import Engine
 from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
 from lightning_gc.testing import LocalLockstep
 from lightning_gc.transports import Simulated
 
-BATCH = 4  # rows of a worker
+BATCH = 4  # rows of a worker, unless a run has others
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Arm:
     Attributes:
         compressor: with the dense switch for small parameters that strategies add.
         memory: its own by default.
+        scheme: its own by default; of gradients.
         every: H, steps between exchanges of weights; 0: gradients are exchanged in every step.
         outer: the step of the common weights.
         delay: steps of training until an exchange of weights is taken over, by rebasing.
@@ -44,6 +46,7 @@ class Arm:
 
     compressor: Compressor
     memory: Memory | None = None
+    scheme: Scheme | None = None
     every: int = 0
     outer: OuterSGD = OuterSGD()  # noqa: RUF009 - frozen
     delay: int = 0
@@ -53,16 +56,16 @@ class Arm:
     tied: bool = True
 
 
-def run(arm: Arm, workers: int, *, rate: float, steps: int, seed: int) -> Row:
+def run(arm: Arm, workers: int, *, rate: float, steps: int, seed: int, batch: int = BATCH) -> Row:
     """Return validation loss, and the bytes that one worker has sent."""
     corpus = _corpus()
     torch.manual_seed(seed)
     model = Transformer(len(corpus.words), arm.tied)
-    rows = columns(corpus.train, workers * BATCH)
+    rows = columns(corpus.train, workers * batch)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     group = [
         Worker(copy.deepcopy(model), rate, steps, share, arm.momentum, arm.make)
-        for share in rows[order].split(BATCH)
+        for share in rows[order].split(batch)
     ]
     sent = _weights(group, arm, steps, seed) if arm.every else _gradients(group, arm, steps, seed)
     return {"loss": group[0].evaluate(corpus.valid), "bytes": sent}
@@ -77,7 +80,7 @@ def _gradients(workers: list[Worker], arm: Arm, steps: int, seed: int) -> int:
     """Train as DDP does, on one replica; return the bytes that a worker sends."""
     compressor = layerwise(by_default(arm.compressor))
     engines = [
-        Engine(compressor, arm.memory, worker=index, workers=len(workers), seed=seed)
+        Engine(compressor, arm.memory, arm.scheme, worker=index, workers=len(workers), seed=seed)
         for index in range(len(workers))
     ]
     transport = Simulated(len(workers))

@@ -44,6 +44,7 @@ class Advice:
         rows: predicted, shortest step first.
         measured: name -> ``seconds``, ``low``, ``high``, ``bytes``; empty if nothing was measured.
         verdict: None if nothing was measured.
+        untuned: the same among methods that need no tuning; None also if none was measured.
         situation: the measured inputs of the prediction.
         methods: candidates by name.
         missing: method -> why it was not predicted.
@@ -55,6 +56,7 @@ class Advice:
     rows: tuple[Prediction, ...]
     measured: Mapping[str, Mapping[str, Any]]
     verdict: report.Verdict | None
+    untuned: report.Verdict | None
     situation: Situation
     methods: Mapping[str, Method]
     missing: Mapping[str, str]
@@ -169,17 +171,22 @@ def advise(
         measured: dict[str, dict[str, Any]] = {}
         if turns:
             measured = session.measure(rows)
-    verdict = None
+    verdict = untuned = None
     if measured:
         ours = {name: row for name, row in measured.items() if name != session.hook}
-        ranked = shortlist(rows, len(rows))
+        ranked = [row for row in shortlist(rows, len(rows)) if row.name in ours]
         sixteen = next((row.name for row in ranked if row.method == SIXTEEN), SIXTEEN)
         verdict = report.judge(ours, PLAIN, sixteen, situation.module.step)
+        kept = [row.name for row in ranked if report.keeps_settings(chosen, row)]
+        if kept:
+            ours = {name: ours[name] for name in (PLAIN, *kept)}
+            untuned = report.judge(ours, PLAIN, sixteen, situation.module.step)
     nodes = worker.world_size // worker.local_world_size
     return Advice(
         tuple(rows),
         measured,
         verdict,
+        untuned,
         situation,
         chosen,
         session.missing,
@@ -279,7 +286,10 @@ def verdict_line(advice: Advice) -> str:
         return f"Verdict: {advice.verdict}"
     assert row.method is not None
     again = report.tuning(advice.methods[row.method])
-    return f"Verdict: {advice.verdict} Accuracy is not judged. {again}"
+    other = ""
+    if advice.untuned is not None and not report.keeps_settings(advice.methods, row):
+        other = f" Without tuning: {advice.untuned}"
+    return f"Verdict: {advice.verdict} Accuracy is not judged. {again}{other}"
 
 
 def limits(situation: Situation) -> str:

@@ -15,7 +15,7 @@ from lightning_gc.controllers import BySize, Plan
 from lightning_gc.core.registry import given_fields, path_of
 from lightning_gc.exchange.timeline import Timeline
 from lightning_gc.methods import plot_style
-from lightning_gc.methods.catalogue import to_tune
+from lightning_gc.methods.catalogue import needs_no_tuning, to_tune
 from lightning_gc.methods.method import Method
 from lightning_gc.transports.accounting import human_bytes
 
@@ -81,6 +81,11 @@ def link_line(link: HasSeconds) -> str:
 def tuning(method: Method) -> str:
     """Return a sentence that says what to tune again with a method."""
     return f"To tune again: {to_tune(method.compressor_class) or 'the learning rate'}."
+
+
+def keeps_settings(methods: Mapping[str, Method], row: Prediction) -> bool:
+    """Return whether a row's method needs no hyper-parameters but dense training's."""
+    return row.method in methods and needs_no_tuning(methods[row.method].compressor_class)
 
 
 def strategy_section(row: Prediction, method: Method, settings: Mapping[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from lightning_gc.advice.prediction import (
     pieces_for,
     shortlist,
 )
-from lightning_gc.advice.report import plan_of
+from lightning_gc.advice.report import keeps_settings, plan_of
 from lightning_gc.bench.baselines import BF16, FP16, NO_EXCHANGE, NONE, PLAIN, baseline_strategy
 from lightning_gc.bench.benchmark import Say, take_turns
 from lightning_gc.bench.method_run import WARMUP_STEPS, Measurement, measure, train
@@ -311,10 +311,15 @@ class Session:
         return found
 
     def measure(self, rows: Sequence[Prediction]) -> dict[str, dict[str, Any]]:
-        """Measure plain DDP, torch's hook, 16 bits and the best rows in turn, while time lasts."""
-        best = shortlist(rows, BEST)
-        if SIXTEEN not in {row.method for row in best}:
-            best += shortlist([row for row in rows if row.method == SIXTEEN], 1)
+        """Measure plain DDP, torch's hook and the best rows in turn, while time lasts.
+
+        16 bits are among these rows, and the best method that needs no tuning.
+        """
+        ranked = shortlist(rows, len(rows))
+        kept = [row for row in ranked if keeps_settings(self.methods, row)]
+        more = [row for row in kept if row.method != SIXTEEN][:1]
+        more += [row for row in kept if row.method == SIXTEEN]
+        best = ranked[:BEST] + [row for row in more if row not in ranked[:BEST]]
         dense = next(row for row in rows if row.name == PLAIN)
         steps, rounds = self._steps(dense, best)
         setup = replace(self.setup, steps=steps)

@@ -304,14 +304,12 @@ class Start(NamedTuple):
     tune: str
 
 
-_RATE = "the learning rate"
+_NOTHING, _RARELY, _RATE = "nothing", "rarely anything", "the learning rate"
 _BETAS = f"{_RATE}; with Adam set `betas=(0.0, 0.999)`"
 START = (
-    Start("auto", "it to choose, by your link", '`"auto"`', "1 to 1/8", "nothing"),
-    Start("cast", "the safest choice", '`Cast("bfloat16")`', "1/2", "nothing"),
-    Start(
-        "qsgd", "a real gain with your hyper-parameters", "`QSGD(bits=4)`", "1/8", "rarely anything"
-    ),
+    Start("auto", "it to choose, by your link", '`"auto"`', "1 to 1/8", _NOTHING),
+    Start("cast", "the safest choice", '`Cast("bfloat16")`', "1/2", _NOTHING),
+    Start("qsgd", "a real gain with your hyper-parameters", "`QSGD(bits=4)`", "1/8", _RARELY),
     Start("topk", "the least traffic", "`TopK(0.01)`", "1/35 to 1/70", _BETAS),
     Start(
         "powersgd", "many workers, large matrices", "`PowerSGD(rank=2)`", "1/75 to 1/115", _BETAS
@@ -343,6 +341,11 @@ def to_tune(compressor: type[Compressor]) -> str:
     """Return what to tune again with a compressor of ``START``, or "" for others."""
     found = (row.tune for row in START if COMPRESSORS.get(row.name) is compressor)
     return next(found, "").replace("`", "")
+
+
+def needs_no_tuning(compressor: type[Compressor]) -> bool:
+    """Return whether the table ``START`` has nothing to tune again with a compressor."""
+    return to_tune(compressor) in (_NOTHING, _RARELY)
 
 
 def plain(family: str, width: int, all_columns: bool = False) -> str:

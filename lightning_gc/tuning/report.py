@@ -75,6 +75,15 @@ _SECTIONS = {
         "Epochs to the best validation",
         "The epoch of the best validation, in the best trials.",
     ),
+    "final_runs": (
+        "Final runs",
+        "Each final run by itself: the method that trained, the method whose winner has these "
+        "hyper-parameters, and the seed. Equal seeds begin with equal weights.",
+    ),
+    "settings": (
+        "Settings",
+        "What the studies fix, and the ranges from which they draw.",
+    ),
     "importance": (
         "Importance of the hyper-parameters",
         "Share of the metric's variation that each parameter explains. Studies with fewer than 4 "
@@ -357,7 +366,8 @@ def _sections(
     winners = section("winners", found["winners"])
     first = [section("transfer", plot="transfer")] if "transfer" in drawn else []
     others = [section(name, plot=name) for name in drawn if name != "transfer"]
-    return [results, *first, winners, *others, _seconds(slower)]
+    last = [section(name, found[name]) for name in ("final_runs", "settings") if found[name].rows]
+    return [results, *first, winners, *others, _seconds(slower), *last]
 
 
 def _seconds(slower: float | None) -> Section:

@@ -3,6 +3,7 @@
 import csv
 import functools
 import io
+import json
 import re
 import statistics
 import warnings
@@ -71,6 +72,7 @@ def tables(studies: Studies) -> dict[str, Table]:
     ordered = dict(sorted(studies.items(), key=lambda item: item[0] != DENSE))
     contents: dict[str, tuple[Callable[[Studies], Cells], str]] = {
         "results": (_results, _RESULTS),
+        "final_runs": (_final_runs, "method hyper_parameters seed validation test"),
         "winners": (_winners, "method parameter value dense_value"),
         "metric_against_ratio": (_scatter, _SCATTER),
         "tuned_parameters": (_parameters, "method parameter trial value"),
@@ -78,6 +80,7 @@ def tables(studies: Studies) -> dict[str, Table]:
         "convergence": (_convergence, "method epoch metric"),
         "epochs_to_converge": (_epochs, "method trial best_epoch epochs"),
         "importance": (_importance, "method parameter importance"),
+        "settings": (_settings, "method setting value"),
     }
     found = {}
     for name, (rows, heads) in contents.items():
@@ -153,6 +156,16 @@ def _results(studies: Studies) -> Cells:
         )
 
 
+def _final_runs(studies: Studies) -> Cells:
+    dense = studies.get(DENSE)
+    for name, study in studies.items():
+        for record in final_records(study, dense):
+            of = name if record["source"] != RETURNED else DENSE
+            whose = {TUNED: name, TRANSFERRED: DENSE, RETURNED: name}[record["source"]]
+            test = "diverged" if record["diverged"] else record["test"]
+            yield of, f"{whose}'s", record["seed"], record["validation"], test
+
+
 def _mean(records: list[Row]) -> tuple[Any, float | None]:
     """Return mean and standard deviation over seeds, or "diverged" if a run has.
 
@@ -226,6 +239,19 @@ def _epochs(studies: Studies) -> Cells:
         known = trial.user_attrs
         if "best_epoch" in known:
             yield name, trial.number, known["best_epoch"] + 1, known["epochs"]
+
+
+def _settings(studies: Studies) -> Cells:
+    """Yield the rules of the studies; those that all share once."""
+    rules = {name: study.user_attrs.get(RULES, {}) for name, study in studies.items()}
+    for setting in dict.fromkeys(key for known in rules.values() for key in known):
+        values = {name: known.get(setting) for name, known in rules.items()}
+        texts = {n: json.dumps(v).replace('"', "") for n, v in values.items()}
+        if len(set(texts.values())) == 1:
+            texts = {"all": texts.popitem()[1]}
+        for name, text in texts.items():
+            if text not in ("null", "{}", "[]"):
+                yield name, setting, text
 
 
 def _importance(studies: Studies) -> Cells:

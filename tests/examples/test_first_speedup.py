@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,32 @@ def test_two_processes_over_a_slow_link(tmp_path: Path) -> None:
     assert mbytes == pytest.approx(20.8, rel=0.03)  # counted by the network interface
     assert mbytes / fewer > 7
     assert seconds > faster
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.skipif(not MAY_MAKE_LINKS, reason="needs root, ip and tc, to make a slow link")
+def test_sigterm_removes_the_link(tmp_path: Path) -> None:
+    started = subprocess.Popen(
+        [sys.executable, str(EXAMPLE), "--steps", "1000"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert started.stdout is not None
+
+    def spaces() -> int:
+        listed = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True)
+        return listed.stdout.count(f"speedup{started.pid}-")
+
+    try:
+        for line in started.stdout:
+            if line.startswith("Training with"):
+                break
+        while spaces() < 2 and started.poll() is None:
+            time.sleep(0.1)
+        started.terminate()
+        assert started.wait(timeout=60) == 1
+        assert spaces() == 0
+    finally:
+        started.kill()

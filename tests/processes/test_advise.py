@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import yaml
 
 from lightning_gc import cli
 from lightning_gc.advice import session
-from lightning_gc.advice.advising import Advice, show
+from lightning_gc.advice.advising import Advice, show, verdict_line
 from lightning_gc.advice.alpha_beta import Link, LinkByKind
 from lightning_gc.advice.prediction import WHOLE, Prediction, Situation, pieces_for, predict
 from lightning_gc.advice.report import Verdict, strategy_section
@@ -86,6 +87,8 @@ def test_from_probe_to_a_file_that_trains() -> None:
     assert {row["every"] for row in found["predicted"]} == {1, 8, 32}
     assert found["verdict"]["choice"].startswith("topk:density=0.05")
     assert "Use topk:density=0.05" in said
+    assert "To tune again: the learning rate" in said
+    assert " Without tuning: " in said
     assert "Next: lightning-gc fit" in said
     assert Path("runs/advice/line.advised.svg").read_text().startswith("<?xml")
     section = yaml.safe_load(Path("runs/advice/line.advised.yaml").read_text())["trainer"][
@@ -223,7 +226,9 @@ def advice(verdict: Verdict | None = None) -> Advice:
     seconds = {"cast": 1.0, PLAIN: 2.0} if verdict else {}
     measured = {n: {"seconds": s, "low": s, "high": s, "bytes": 1} for n, s in seconds.items()}
     methods, sections = {"cast": Method("cast")}, {"model": {"class_path": "m.M"}}
-    return Advice(rows, measured, verdict, situation, methods, {}, sections, {"devices": 2}, {})
+    return Advice(
+        rows, measured, verdict, verdict, situation, methods, {}, sections, {"devices": 2}, {}
+    )
 
 
 def test_files_have_names_of_their_own(tmp_path: Path) -> None:
@@ -276,6 +281,14 @@ def test_the_verdict_is_the_first_and_the_last_line(
     assert first == last
     assert first.startswith(f"Verdict: {words}")
     assert ("To tune again: nothing." in first) == (verdict.choice == "cast")
+
+
+def test_a_suggestion_that_needs_tuning_has_another_verdict_beside_it() -> None:
+    use = Verdict("cast", "it is shorter.", True)
+    methods = {"cast": Method("cast", "topk")}  # named otherwise: the class decides
+    found = replace(advice(use), methods=methods, untuned=Verdict(None, "no gain.", True))
+    assert verdict_line(found).endswith(" Without tuning: Do nothing: no gain.")
+    assert "Without tuning" not in verdict_line(advice(use))
 
 
 @pytest.mark.parametrize(

@@ -473,7 +473,10 @@ def test_each_run_has_a_summary(controller: Any, tmp_path: Path) -> None:
     assert rows["memory"] == "`ErrorFeedback()`"
     assert rows["scheme"] == "`AllGather()`"
     assert rows["controller"].startswith("`Schedule(" if controller else "`None`")
-    said = r"Compression: .*TopK\(0\.\d\).* sent .* instead of .* per worker, .* times less\. "
+    said = (
+        r"Compression: .*TopK\(0\.\d\).* sent .* instead of .* per worker in .* steps?, .* times "
+    )
+    said += r"less\. "
     said += r"On links of 10 Gbit/s compressing would take \d+% of a step, messages and waiting "
     assert re.match(said, last)
     assert "in training after 2 steps" in first

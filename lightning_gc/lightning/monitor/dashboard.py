@@ -23,6 +23,7 @@ _CHARTS = {
     "compression ratio: uncompressed over sent": "ratio",
     "compression ratio: gradient over its encoding": "encoding_ratio",
     "bytes so far: sent (wire), uncompressed (dense)": "total_(wire|dense)_bytes",
+    "seconds of a step": "step_seconds",
     "share of a step: computing": "compute_share",
     "share of a step: compressing": "compress_share",
     "share of a step: messages and waiting": "communicate_share",
@@ -197,9 +198,12 @@ class Dashboard:
 
     def decide(self, decision: Decision, levels: Mapping[str, float | None], step: int) -> None:
         """Write a controller's reason and a table of levels on the TEXT page."""
+        shown = dict(levels)
+        if len(shown) > 1 and len(set(shown.values())) == 1:
+            shown = {f"all {len(levels)}": next(iter(levels.values()))}
         rows = [
             f"| {name} | {'uncompressed' if level is None else f'{level:g}'} |"
-            for name, level in levels.items()
+            for name, level in shown.items()
         ]
         text = "\n".join([decision.reason, "", "| parameter | level |", "|---|---|", *rows])
         self.write("decision", text, step)

@@ -257,7 +257,7 @@ def summary(
         >>> total = Totals(steps=4, wire_bytes=2e6, dense_bytes=8e6)
         >>> seconds = dict(compress_seconds=0.1, decode_seconds=0.1, communicate_seconds=0.5)
         >>> summary("QSGD(8)", total, seconds | {"step_seconds": 2.0}).split(". ")[0]
-        'Compression: QSGD(8) sent 2 MB instead of 8 MB per worker, 4.0 times less'
+        'Compression: QSGD(8) sent 2 MB instead of 8 MB per worker in 4 steps, 4.0 times less'
         >>> summary("QSGD(8)", total, seconds | {"step_seconds": 2.0}).split(". ")[1]
         'Compressing took 10% of a step, messages and waiting 25%.'
         >>> link = [ExchangeRecord(2, 5e5, 0.02)] * 8
@@ -275,7 +275,7 @@ def summary(
     else:
         text = (
             f"Compression: {method} sent {human_bytes(sent)} instead of {human_bytes(dense)} per "
-            f"worker"
+            f"worker in {total.steps:,.0f} step{'s' * (total.steps != 1)}"
         )
     text = f"{text}, {_times(ratio(dense, sent))}.{_cost(averages, network)}"
     if network is None and total.dense_bytes:
