@@ -85,7 +85,8 @@ def tuning(method: Method) -> str:
 
 def keeps_settings(methods: Mapping[str, Method], row: Prediction) -> bool:
     """Return whether a row's method needs no hyper-parameters but dense training's."""
-    return row.method in methods and needs_no_tuning(methods[row.method].compressor_class)
+    method = methods.get(row.method or "")
+    return method is not None and needs_no_tuning(method.compressor_class)
 
 
 def strategy_section(row: Prediction, method: Method, settings: Mapping[str, Any]) -> Any:

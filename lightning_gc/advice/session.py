@@ -317,9 +317,9 @@ class Session:
         """
         ranked = shortlist(rows, len(rows))
         kept = [row for row in ranked if keeps_settings(self.methods, row)]
-        more = [row for row in kept if row.method != SIXTEEN][:1]
-        more += [row for row in kept if row.method == SIXTEEN]
-        best = ranked[:BEST] + [row for row in more if row not in ranked[:BEST]]
+        wanted = [row for row in kept if row.method != SIXTEEN][:1]
+        wanted += [row for row in kept if row.method == SIXTEEN]
+        best = ranked[:BEST] + [row for row in wanted if row not in ranked[:BEST]]
         dense = next(row for row in rows if row.name == PLAIN)
         steps, rounds = self._steps(dense, best)
         setup = replace(self.setup, steps=steps)

@@ -235,7 +235,9 @@ def launches(compressor: Compressor, buckets: Sequence[Shapes], workers: int) ->
     return counts.counts
 
 
-def launches_among(compressor: Compressor, scheme: Scheme, shapes: Shapes, workers: int) -> Counts:
+def launches_among(
+    compressor: Compressor, scheme: Scheme | None, shapes: Shapes, workers: int
+) -> Counts:
     """Return the launches of worker 0 in a second step among workers with other gradients.
 
     For schemes whose payloads differ in length. Collectives are not counted.
