@@ -82,7 +82,7 @@ _SECTIONS = {
     ),
     "settings": (
         "Settings",
-        "What the studies fix, and the ranges from which they draw.",
+        "The studies fix these values, and draw from these ranges (`space`).",
     ),
     "importance": (
         "Importance of the hyper-parameters",

@@ -120,8 +120,8 @@ def test_every_table_and_plot_is_written_and_the_page_stands_alone(
     assert "| 100.5 ± 0.71 | 110.5 ± 0.71 | 2 |" in text
     assert "made_up" in page
     runs = [line for line in text.splitlines() if re.match(r"\| \w+ \| \w+'s \| \d+ \|", line)]
-    # Of dense, two seeds; of each method two with its own hyper-parameters and two with dense's;
-    # and two of dense with each method's.
+    # Dense has two seeds. Each method has two with its own hyper-parameters and two with dense's,
+    # and dense two with the method's.
     assert len(runs) == 2 + 6 * (len(find_studies(storage)[1]) - 1)
     assert "| dense | topk's | 1 |" in text
     assert "| all | workers | 4 |" in text  # once, as all studies share it
