@@ -57,26 +57,26 @@ def test_two_processes_over_a_slow_link(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.skipif(not MAY_MAKE_LINKS, reason="needs root, ip and tc, to make a slow link")
 def test_sigterm_removes_the_link(tmp_path: Path) -> None:
-    started = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, str(EXAMPLE), "--steps", "1000"],
         stdout=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
-    )
-    assert started.stdout is not None
+    ) as started:
+        assert started.stdout is not None
 
-    def spaces() -> int:
-        listed = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True)
-        return listed.stdout.count(f"speedup{started.pid}-")
+        def spaces() -> int:
+            listed = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True)
+            return listed.stdout.count(f"speedup{started.pid}-")
 
-    try:
-        for line in started.stdout:
-            if line.startswith("Training with"):
-                break
-        while spaces() < 2 and started.poll() is None:
-            time.sleep(0.1)
-        started.terminate()
-        assert started.wait(timeout=60) == 1
-        assert spaces() == 0
-    finally:
-        started.kill()
+        try:
+            for line in started.stdout:
+                if line.startswith("Training with"):
+                    break
+            while spaces() < 2 and started.poll() is None:
+                time.sleep(0.1)
+            started.terminate()
+            assert started.wait(timeout=60) == 1
+            assert spaces() == 0
+        finally:
+            started.kill()
