@@ -1,7 +1,7 @@
 """What a step costs, and what training reaches, with 8 to 64 workers.
 
     python benchmarks/papers/many_workers.py
-    python benchmarks/papers/many_workers.py --only part=step   # bytes, seconds and launches
+    python benchmarks/papers/many_workers.py --only part=step   # bytes and seconds, alone
 
 All workers are simulated in one process. What they send, and what comes of it, is real.
 """
@@ -59,6 +59,7 @@ BUDGET = 1 / 8
 LARGE: traces.Shapes = {"embedding": (2_500, 300), "lstm0": (1200, 300), "lstm1": (1200, 300)}
 SMALL: traces.Shapes = {"matrix": (128, 64), "other": (64, 64)}
 RATES = (0.003, 0.006, 0.012)
+PARTS = ("step", "launches")
 USUAL, EQUAL = "usual", "equal bytes"
 LAUNCHES = "--launches"
 ABOUT = f"""
@@ -104,12 +105,13 @@ def at_equal_bytes(method: str, workers: int) -> Compressor:
 
 
 def cells(seeds: int) -> list[Cell]:
-    """Return a step of each method and number of workers, then all trainings.
+    """Return steps and launches of each method and number of workers, then all trainings.
 
     Dense training and the methods' usual levels have one seed, since nothing is claimed of them.
     """
     found: list[Cell] = [
-        {"part": "step", "method": method, "workers": workers, "seed": 0}
+        {"part": part, "method": method, "workers": workers, "seed": 0}
+        for part in PARTS
         for workers in SIZES
         for method in METHODS
     ]
@@ -131,23 +133,21 @@ def cells(seeds: int) -> list[Cell]:
 
 def before(cell: Cell) -> list[Cell]:
     """Return the runs that choose a cell's rate."""
-    if cell["part"] == "step":
+    if cell["part"] in PARTS:
         return []
     return tuned_rate.trials({**cell, "workers": SIZES[0]}, RATES)
 
 
 def train(cell: Cell, data: Path | None) -> Row:
-    """Measure a step, or train."""
+    """Measure a step, count its launches, or train."""
     compressor, scheme = METHODS[cell["method"]]
     workers = cell["workers"]
     if cell["part"] == "step":
         torch.set_num_threads(1)
         step = traces.trace(compressor, scheme, LARGE, workers, 3)
-        return {
-            "received": traces.sent(step),
-            "milliseconds": 1000 * sum(step.seconds),
-            **_launches(cell["method"], workers),
-        }
+        return {"received": traces.sent(step), "milliseconds": 1000 * sum(step.seconds)}
+    if cell["part"] == "launches":
+        return _launches(cell["method"], workers)
     if cell["level"] == EQUAL:
         compressor = at_equal_bytes(cell["method"], workers)
     arm = Arm(compressor, scheme=scheme, momentum=0.0)
@@ -192,7 +192,7 @@ def page(rows: list[Row]) -> str:
                 f"{row['received']:,.0f}",
                 f"{row['received'] / dense[row['workers']]:.3f}" if row["workers"] in dense else "",
                 f"{row['milliseconds']:.1f}",
-                *(str(row["launches"]), str(row["waits"])),
+                *_counted(rows, method, row["workers"]),
             ]
             for method in METHODS
             for row in where(steps, method=method)
@@ -208,6 +208,11 @@ def page(rows: list[Row]) -> str:
         lines = [line for line in lines if any(line[1:])]
         text += f"**Loss, {level}**\n\n{table(heads, lines)}\n" if lines else ""
     return text
+
+
+def _counted(rows: list[Row], method: str, workers: int) -> list[str]:
+    counted = where(rows, part="launches", method=method, workers=workers)
+    return [str(counted[0][figure]) if counted else "" for figure in ("launches", "waits")]
 
 
 def _losses(rows: list[Row], level: str, method: str, workers: int) -> str:

@@ -53,7 +53,7 @@ RULES: dict[str, tuple[str, ...] | None] = {
 }
 """What is sent whole; *small* has fewer than 1,024 elements or one dimension."""
 MORE = "small, more bytes"
-RATES = {"sgd": (0.1, 0.3, 1.0), "adamw": (0.003, 0.006, 0.012), "muon": (0.005, 0.01, 0.02)}
+RATES = {"sgd": (0.03, 0.1, 0.3), "adamw": (0.003, 0.006, 0.012), "muon": (0.005, 0.01, 0.02)}
 NAMES = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
 ABOUT = """
 Four workers train the transformer of the page on optimizers, with a head of its own, for 320 steps.
