@@ -54,8 +54,8 @@ docs-tables: $(VENV)/.test ## write docs/tables/ anew, from what the classes dec
 kernels: $(VENV)/.test # else each process of the tests compiles them
 	@$(BIN)/python -c "import tests.support.preload"
 
-tests: $(VENV)/.test ## pytest in two processes; choose with ARGS="-k topk"
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+tests: $(VENV)/.test ## pytest in three processes, as they often wait; choose with ARGS="-k topk"
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 faults: kernels ## plant deliberate faults, see which test finds each (24 minutes): ARGS="--only ID", ARGS=--list
 	$(BIN)/python -m tests.faults.plant --jobs 2 $(ARGS)

@@ -21,7 +21,7 @@ import torch
 import tuned_rate
 from frame import Cell, Claim, Experiment, Row, spread, table, values, where
 from matplotlib.figure import Figure
-from shared_mask import SharedTopK
+from shared_mask import DecodedOnce, SharedTopK
 from transformer import Transformer
 from transformer_runs import Arm, run
 
@@ -54,6 +54,7 @@ METHODS: dict[str, tuple[Compressor, Scheme | None]] = {
     "SharedTopK": (SharedTopK(0.01), None),
     "PowerSGD": (PowerSGD(2), None),
 }
+TRAINED = METHODS | {"SharedTopK": (DecodedOnce(0.01), None)}
 BUDGET = 1 / 8
 """Of the bytes of a dense all-reduce; as many as four bits of 32."""
 LARGE: traces.Shapes = {"embedding": (2_500, 300), "lstm0": (1200, 300), "lstm1": (1200, 300)}
@@ -90,7 +91,7 @@ def received(compressor: Compressor, scheme: Scheme | None, workers: int) -> flo
 @functools.cache
 def at_equal_bytes(method: str, workers: int) -> Compressor:
     """Return a method at the highest level within the budget; one without a level as it is."""
-    compressor, scheme = METHODS[method]
+    compressor, scheme = TRAINED[method]
     knob = compressor.knob
     if knob is None:
         return compressor
@@ -148,6 +149,7 @@ def train(cell: Cell, data: Path | None) -> Row:
         return {"received": traces.sent(step), "milliseconds": 1000 * sum(step.seconds)}
     if cell["part"] == "launches":
         return _launches(cell["method"], workers)
+    compressor, scheme = TRAINED[cell["method"]]
     if cell["level"] == EQUAL:
         compressor = at_equal_bytes(cell["method"], workers)
     arm = Arm(compressor, scheme=scheme, momentum=0.0)
