@@ -53,7 +53,11 @@ RULES: dict[str, tuple[str, ...] | None] = {
 }
 """What is sent whole; *small* has fewer than 1,024 elements or one dimension."""
 MORE = "small, more bytes"
-RATES = {"sgd": (0.03, 0.1, 0.3), "adamw": (0.003, 0.006, 0.012), "muon": (0.005, 0.01, 0.02)}
+RATES = {
+    "sgd": (0.03, 0.1, 0.3),
+    "adamw": (0.0015, 0.003, 0.006, 0.012),
+    "muon": (0.005, 0.01, 0.02),
+}
 NAMES = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
 ABOUT = """
 Four workers train the transformer of the page on optimizers, with a head of its own, for 320 steps.
@@ -61,9 +65,9 @@ Embedding and head have 61,184 elements each, the blocks 100,096 in all, of whic
 have 1.8 %. *Small* is what the library does: tensors of fewer than 1,024 elements or one dimension
 are sent whole. *More bytes* is the same rule at a level of the method that sends more. *Gap*: the
 mean loss less that of dense gradients with the same optimizer. *On the line*: the gap that the
-method has at as many bytes without the rule, between its two levels, by the logarithm of the bytes.
-A rule is worth its bytes if its gap is smaller. Every line is at its own learning rate, the best of
-three with the first seed.
+method has at as many bytes without the rule, between its two levels, by the logarithm of the bytes;
+at more bytes than the second level has, that level's gap. A rule is worth its bytes if its gap is
+smaller. Every line is at its own learning rate, the best of three or four with the first seed.
 """
 
 
@@ -131,7 +135,7 @@ def on_the_line(rows: list[Row], optimizer: str, method: str, ratio: float) -> f
     if not all(end.known for end in ends):
         return math.nan
     (x0, y0), (x1, y1) = ((math.log(end.ratio), end.gap) for end in ends)
-    return y0 + (y1 - y0) * (math.log(ratio) - x0) / (x1 - x0)
+    return y0 + (y1 - y0) * min((math.log(ratio) - x0) / (x1 - x0), 1.0)
 
 
 def page(rows: list[Row]) -> str:
