@@ -249,7 +249,10 @@ def launches_among(
             counts.counts = Counts(elements=numel)
             draw = torch.Generator().manual_seed(step)
             grads = [on_device(torch.randn(numel, generator=draw)) for _ in engines]
-            flows = [engine.flow(g, shapes) for engine, g in zip(engines, grads, strict=True)]
+            # The others, of which nothing is counted, need not decode the mean.
+            flows = [
+                e.flow(g, shapes, wanted=not e.worker) for e, g in zip(engines, grads, strict=True)
+            ]
             counts.listening = False
             Simulated(workers).run([_heard(flows[0], counts), *flows[1:]])
             counts.listening = True
