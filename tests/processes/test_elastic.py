@@ -128,6 +128,7 @@ def test_a_killed_worker_costs_its_error_and_the_run_is_replayed(site: Site) -> 
     assert_replayed(site, left)
 
 
+@pytest.mark.nightly
 def test_strangers_take_no_part(tmp_path: Path) -> None:
     """Two live runs of one secret. One is played what was said in the other, and is flooded.
 

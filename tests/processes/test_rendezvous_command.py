@@ -95,6 +95,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     made.close()
 
 
+@pytest.mark.nightly
 def test_a_killed_command_takes_its_port_back_from_a_worker_and_its_roll_has_no_gap(
     place: Place,
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_killed_command_takes_its_port_back_from_a_worker_and_its_roll_has_no_
     assert "has a gap" not in said.read_text()
 
 
+@pytest.mark.nightly
 def test_rounds_that_a_full_disk_refuses_are_written_later(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

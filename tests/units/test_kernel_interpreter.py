@@ -42,14 +42,6 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_buckets_in_the_interpreter() -> None:
-    """By day with idle parameters only."""
-    interpreted("tests/units/kernels/test_buckets.py", "-k", "same_bits and idle")
-
-
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_launches_in_the_interpreter() -> None:
     interpreted("tests/contracts/test_launches.py")
 

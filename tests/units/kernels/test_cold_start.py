@@ -87,6 +87,7 @@ def test_what_rounds_otherwise_is_compiled_before_it_is_used(cold: dispatch.Host
         assert cold.works("low_rank")
 
 
+@pytest.mark.nightly
 def test_another_process_compiles_and_says_so(tmp_path: Path) -> None:
     """In an empty folder: a line when it begins and one when it is ready; the next run has none."""
     script = (

@@ -533,7 +533,7 @@ class Served:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("target", ["rendezvous", "door"])
+@pytest.mark.parametrize("target", ["rendezvous", pytest.param("door", marks=pytest.mark.nightly)])
 def test_idle_strangers_shut_nobody_out(target: str) -> None:
     """600 of them, where the process may open 256 files; while they stay, and when they go."""
     with contextlib.ExitStack() as stack:
