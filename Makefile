@@ -54,8 +54,9 @@ docs-tables: $(VENV)/.test ## write docs/tables/ anew, from what the classes dec
 kernels: $(VENV)/.test # else each process of the tests compiles them
 	@$(BIN)/python -c "import tests.support.preload"
 
+# A file's tests in one process: its fixtures start processes, which take half a minute.
 tests: $(VENV)/.test ## pytest in three processes, as they often wait; choose with ARGS="-k topk"
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 faults: kernels ## plant deliberate faults, see which test finds each (24 minutes): ARGS="--only ID", ARGS=--list
 	$(BIN)/python -m tests.faults.plant --jobs 2 $(ARGS)

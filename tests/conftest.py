@@ -31,6 +31,16 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def ungrouped() -> Iterator[None]:
+    """Lightning leaves a process group behind, in which other tests would communicate."""
+    yield
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def fused_once() -> Iterator[None]:
     """Triton's interpreter rounds a fused multiply-add once, as a GPU does, and not twice."""
