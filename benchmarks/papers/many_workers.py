@@ -55,6 +55,7 @@ METHODS: dict[str, tuple[Compressor, Scheme | None]] = {
     "PowerSGD": (PowerSGD(2), None),
 }
 TRAINED = METHODS | {"SharedTopK": (DecodedOnce(0.01), None)}
+"""The same, with the same bits, in less time."""
 BUDGET = 1 / 8
 """Of the bytes of a dense all-reduce; as many as four bits of 32."""
 LARGE: traces.Shapes = {"embedding": (2_500, 300), "lstm0": (1200, 300), "lstm1": (1200, 300)}
@@ -67,8 +68,8 @@ ABOUT = f"""
 Simulated workers, from 8 to 64. *Received* are bytes that a worker receives in a step, of a model
 of 1.5 million elements, and as a share of a dense all-reduce's. *Computing* are worker 0's
 milliseconds for encoding and decoding them, on one core. *Launches* are the operations that it
-starts on a GPU for a bucket of two matrices, counted on a machine without one. `SharedTopK` is not
-a part of the library: see the page on one mask for all workers.
+starts on a GPU for a bucket of two matrices, beside its collectives, counted on a machine without
+one. `SharedTopK` is not a part of the library: see the page on one mask for all workers.
 
 *Loss*: the transformer of the page on optimizers, {STEPS} steps of AdamW with β₁ = 0. The workers
 share {ROWS} rows a step, so that dense training is the same for any number of workers. *At equal
@@ -109,7 +110,7 @@ def cells(seeds: int) -> list[Cell]:
     """Return steps and launches of each method and number of workers, then all trainings.
 
     Dense training and the methods' usual levels have one seed, since nothing is claimed of them.
-    Neither of ``GTopK`` beyond eight workers, whose runs take minutes.
+    So has ``GTopK`` beyond eight workers: a run takes minutes, and nothing is claimed of it.
     """
     found: list[Cell] = [
         {"part": part, "method": method, "workers": workers, "seed": 0}

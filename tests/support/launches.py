@@ -249,7 +249,7 @@ def launches_among(
             counts.counts = Counts(elements=numel)
             draw = torch.Generator().manual_seed(step)
             grads = [on_device(torch.randn(numel, generator=draw)) for _ in engines]
-            # The others, of which nothing is counted, need not decode the mean.
+            # Only worker 0 is counted, so the others need not decode the mean.
             flows = [
                 e.flow(g, shapes, wanted=not e.worker) for e, g in zip(engines, grads, strict=True)
             ]
