@@ -54,7 +54,9 @@ docs-tables: $(VENV)/.test ## write docs/tables/ anew, from what the classes dec
 kernels: $(VENV)/.test # else each process of the tests compiles them
 	@$(BIN)/python -c "import tests.support.preload"
 
-# A file's tests in one process: its fixtures start processes, which take half a minute.
+# A file's tests in one process: its fixtures start processes, which take half a minute. Without
+# bytecode each of those would compile our sources again.
+tests: export PYTHONDONTWRITEBYTECODE :=
 tests: $(VENV)/.test ## pytest in three processes, as they often wait; choose with ARGS="-k topk"
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -76,7 +76,7 @@ def main(rounds: int) -> None:
         ours, theirs = context.Pipe()
         context.Process(target=be_client, args=(number, theirs), daemon=True).start()
         lines.append(ours)
-    before = loss(model)
+    before, shapes = loss(model), {name: p.shape for name, p in model.named_parameters()}
     for each in range(rounds):
         weights = pack(dict(model.named_parameters()), Identity())
         for line in lines:
@@ -88,7 +88,10 @@ def main(rounds: int) -> None:
             if number == 2 and each % 4 == 3:
                 message = damaged(message)
             try:
-                changes.append(unpack(message, COMPRESSOR))
+                change = unpack(message, COMPRESSOR)
+                if {name: tensor.shape for name, tensor in change.items()} != shapes:
+                    raise ValueError("The message has other tensors than the model.")
+                changes.append(change)
             except ValueError as error:
                 refused += 1
                 sys.stdout.write(f"client {number}: {error}\n")

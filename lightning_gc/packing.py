@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
+import numbers
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,18 +16,24 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import COMPRESSORS, Collective, Compressor
-from lightning_gc.compressors.wrappers.per_parameter import layerwise
+from lightning_gc.compressors.wrappers.per_parameter import forget_plans, layerwise
 from lightning_gc.core import Exchange, Flow, Gather, Mean, MeanShard, Request
 from lightning_gc.core.flow import Limits, resume
 from lightning_gc.core.message import FORMAT, Message
 from lightning_gc.core.registry import make
+from lightning_gc.core.saved_state import TEXT, Record
 from lightning_gc.engine import Engine
+from lightning_gc.engine.compatibility import combine
+from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.memories import Memory
 
 MAGIC = b"lgc\x01"
 _FIXED = struct.Struct("<4sII")  # MAGIC, checksum of all that follows, length of the header
 MOST_ELEMENTS = 1 << 28
 """Elements of all tensors that ``unpack`` makes, unless it is told otherwise: a gibibyte."""
+_STATE = Record({"method": TEXT, **ENGINE_STATE})
+_MOST_READ = 1 << 22
+_read = 0  # bytes of headers, since caches of what they name were emptied
 
 
 class Sender:
@@ -51,17 +59,24 @@ class Sender:
     def __init__(
         self, compressor: Compressor | str, memory: Memory | None = None, seed: int = 0
     ) -> None:
-        self._engine = _engine(compressor, memory, seed)
-        if self._engine.memory.common:
+        if not _is_count(seed):
+            raise ValueError(f"Sender(seed={seed!r}): give a whole number from 0 to 2^62 - 1.")
+        engine = self._engine = _engine(compressor, memory, seed)
+        needs = "an estimate that all receivers need" if engine.memory.common else ""
+        if engine.memory.lookahead or engine.memory.reads_weights:
+            needs = "what a message has not: the weights of a training loop"
+        if needs:
             raise ValueError(
-                f"{memory!r} keeps an estimate that all receivers need, and a message has none. "
-                f"Give another memory, such as ErrorFeedback()."
+                f"{memory!r} works with {needs}. Give another memory, such as ErrorFeedback()."
             )
+        default = combine(engine.compressor)[1]
+        in_rounds = isinstance(engine.compressor.method, Collective)
+        self._checks = in_rounds or engine.memory != default
 
     @property
     def method(self) -> str:
-        """The compressor, as messages name it."""
-        return repr(self._engine.compressor)
+        """The compressor with all its settings, as messages name it."""
+        return _named(self._engine.compressor)
 
     def pack(self, tensors: Mapping[str, Tensor]) -> bytes:
         """Return tensors and old errors as one message; what it does not carry is the new error.
@@ -71,9 +86,27 @@ class Sender:
                 the same in all messages.
 
         Raises:
-            ValueError: no tensors, another dtype, or numbers that are not finite.
+            ValueError: no tensors, another dtype, numbers that are not finite, or a message that
+                nobody could read by itself. The errors are as before.
         """
         _check(tensors)
+        if not self._checks:
+            return self._packed(tensors)[0]
+        before = self._engine.state_dict()
+        data, sent = self._packed(tensors)
+        with contextlib.suppress(ValueError):
+            read = unpack(data, self._engine.compressor, most_elements=sent.numel())
+            if torch.equal(torch.cat([tensor.view(-1) for tensor in read.values()]), sent):
+                return data
+        self._engine.load_state_dict(before)
+        raise ValueError(
+            f"{self._engine.compressor!r} with {self._engine.memory!r} needs other workers, or "
+            f"what its receivers know of earlier messages, so one message cannot hold it. Give "
+            f"another method, such as TopK or PowerSGD, with its own memory."
+        )
+
+    def _packed(self, tensors: Mapping[str, Tensor]) -> tuple[bytes, Tensor]:
+        """Return a message, and what it is meant to say."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         flat = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors.values()])
         sent: list[bytes] = []
@@ -92,29 +125,24 @@ class Sender:
         about = {"format": FORMAT, "seed": engine.seed, "step": step, "method": self.method}
         header = json.dumps(about | {"shapes": named, "lengths": lengths}).encode()
         body = struct.pack("<I", len(header)) + header + b"".join(sent)
-        data = MAGIC + struct.pack("<I", zlib.crc32(body)) + body
-        if isinstance(engine.compressor.method, Collective):
-            self._check(data, flat)
-        return data
-
-    def _check(self, data: bytes, sent: Tensor) -> None:
-        """Raise ValueError for a method in rounds that needs more than its message holds."""
-        with contextlib.suppress(ValueError):
-            read = unpack(data, self._engine.compressor, most_elements=sent.numel())
-            if torch.equal(torch.cat([tensor.view(-1) for tensor in read.values()]), sent):
-                return
-        raise ValueError(
-            f"{self.method} needs other workers, or what its receivers know of earlier messages, "
-            f"so one message cannot hold it. Give another method, such as TopK or PowerSGD."
-        )
+        return MAGIC + struct.pack("<I", zlib.crc32(body)) + body, flat
 
     def state_dict(self) -> dict[str, Any]:
         """Return errors and state: tensors, numbers and strings only."""
-        return self._engine.state_dict()
+        return {"method": self._saved} | self._engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where another sender was; ValueError if the state is of another method."""
+        """Continue where another sender was; ValueError if the state is of no such sender."""
+        _STATE.check(state)
+        if not _is_count(state["step"]):
+            raise ValueError(f"The state has step {state['step']}, which no sender reaches.")
+        if state["method"] != self._saved:
+            raise ValueError(f"The state is of {state['method']}, and this is {self._saved}.")
         self._engine.load_state_dict(state)
+
+    @property
+    def _saved(self) -> str:
+        return f"{self.method} with {_named(self._engine.memory)}"
 
 
 def pack(
@@ -153,7 +181,11 @@ def unpack(
     Args:
         data: of ``pack``.
         compressor: equal to the sender's.
-        most_elements: refuse messages that name more elements. A short message can name very many.
+        most_elements: refuse messages that name more elements. A short message can name very many,
+            and they cost memory and time before it is refused: up to 24 times 4 bytes an element
+            with ``AQSGD`` and ``SketchedSGD``, and with methods by singular values a time that is
+            cubic in a matrix's sides. So give what you expect. Limit the length of a message too,
+            for each tensor that it names costs up to a millisecond.
 
     Raises:
         ValueError: the message is damaged, of another version, method or compressor, or too large.
@@ -162,18 +194,41 @@ def unpack(
     shapes = _shapes(header.get("shapes"), most_elements)
     step, seed = _counts(header, "step", "seed")
     engine = _engine(compressor, None, seed)
-    if header.get("method") != repr(engine.compressor):
+    if header.get("method") != _named(engine.compressor):
         raise ValueError(
-            f"The message was made with {str(header.get('method'))[:200]!r}, and is read with "
-            f"{engine.compressor!r}. Give unpack the sender's compressor."
+            f"The message was made with {str(header.get('method'))[:200]}, and is read with "
+            f"{_named(engine.compressor)}. Give unpack the sender's compressor."
         )
     engine.rounds.step = step
     numel = sum(map(math.prod, shapes.values()))
     flat = torch.zeros(numel, dtype=torch.float32, device="cpu")
+    _forget_others(len(data) - len(body))
     with torch.no_grad():
         _replay(engine.flow(flat, shapes), _pieces(header.get("lengths")), body)
     pieces = flat.split([math.prod(shape) for shape in shapes.values()])
     return {n: piece.view(s) for (n, s), piece in zip(shapes.items(), pieces, strict=True)}
+
+
+def _forget_others(nbytes: int) -> None:
+    """Empty caches now and then, else names that others send would stay in memory for good."""
+    global _read
+    _read += nbytes
+    if _read > _MOST_READ:
+        _read = 0
+        forget_plans()
+
+
+def _named(value: Any) -> str:
+    """Return a setting with all that it is made of, so that equal ones have equal texts."""
+    if dataclasses.is_dataclass(value):
+        parts = [f.name for f in dataclasses.fields(value) if f.init and f.compare]
+        inner = ", ".join(f"{name}={_named(getattr(value, name))}" for name in parts)
+        return f"{type(value).__name__}({inner})"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_named, value))})"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return repr(value)
+    return repr(float(value)).removesuffix(".0")
 
 
 def _engine(compressor: Compressor | str, memory: Memory | None, seed: int) -> Engine:
@@ -186,6 +241,12 @@ def _check(tensors: Mapping[str, Tensor]) -> None:
     if not tensors:
         raise ValueError("pack({}) has nothing to send. Give tensors by name.")
     for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise ValueError(
+                f"pack takes tensors by name, and {name!r} is not a text. Use str(...)."
+            )
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise ValueError(f"{name} is sparse or has no values, but pack takes dense tensors.")
         if tensor.dtype != torch.float32:
             raise ValueError(f"{name} is {tensor.dtype}, but pack takes float32: tensor.float().")
         if not tensor.isfinite().all():
@@ -221,8 +282,8 @@ def _opened(data: bytes) -> tuple[dict[str, Any], bytes]:
         raise ValueError("The message's header is not what pack writes.")
     if header.get("format") != FORMAT:
         raise ValueError(
-            f"The message has payloads of format {header.get('format')!r}, and this version of the "
-            f"library reads {FORMAT}. Use the same version on both sides."
+            f"The message has payloads of format {str(header.get('format'))[:20]}, and this version "
+            f"of the library reads {FORMAT}. Use the same version on both sides."
         )
     return header, data[_FIXED.size + length :]
 
@@ -237,11 +298,16 @@ def _counts(header: dict[str, Any], *names: str) -> list[int]:
     return [int(header[name]) for name in names]
 
 
+def _can_be(sizes: Sequence[int]) -> bool:
+    """Whether torch can make such a tensor, whose strides are products of what is not 0."""
+    return len(sizes) <= 64 and math.prod(max(size, 1) for size in sizes) < 1 << 62
+
+
 def _shapes(given: Any, most_elements: int) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for entry in given if isinstance(given, list) else ():
         match entry:
-            case [str(name), list(sizes)] if all(map(_is_count, sizes)) and len(sizes) <= 64:
+            case [str(name), list(sizes)] if all(map(_is_count, sizes)) and _can_be(sizes):
                 found[name] = tuple(sizes)
             case _:
                 raise ValueError("The message's shapes are not what pack writes.")

@@ -24,7 +24,7 @@ from lightning_gc.exchange.validation import (
 from lightning_gc.exchange.verification import verification
 from lightning_gc.exchange.workers import plain_name
 from lightning_gc.sharded.fsdp_units import Unit, UnitNumbers, units_of
-from lightning_gc.sharded.shard_exchange import ShardExchange
+from lightning_gc.sharded.shard_exchange import ShardExchange, share_copies
 from lightning_gc.sharded.shard_validation import Way, refuse_model
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
 from lightning_gc.sharded.unit_gathers import UnitGathers, WeightSettings
@@ -170,6 +170,7 @@ class AttachedScatters(Attached):
         self._scatters = UnitScatters(
             units, workers, transport, recording, setup.prepare_round, numbers
         )
+        share_copies(model, tensors)
         parts = None if tensors is None else ShardParts(tensors, device, workers.copies)
         super().__init__(model, setup, peers_of(device, group, None, parts))
 

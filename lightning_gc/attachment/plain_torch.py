@@ -57,7 +57,7 @@ class FSDPArguments(TypedDict, total=False):
             ``begin_epoch``.
         hops: in which gradients are exchanged, 1 or 2.
         workers_per_node: ranks of a node, for two hops; None: ``LOCAL_WORLD_SIZE``, which torchrun
-            sets.
+            sets, divided by the number of tensor-parallel ranks.
     """
 
     weights: Weights | None
@@ -159,7 +159,9 @@ def attach(
         _refuse_replica_arguments(scheme=scheme, timeout=timeout, bucket_cap_mb=bucket_cap_mb)
         check_verify("attach", verify)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        scheme = ReduceScatter(workers_per_node or (local if hops == 2 else 1))
+        parallel = tensor_group_of(units_of(model))
+        near = local if parallel is None else max(local // parallel.size(), 1)
+        scheme = ReduceScatter(workers_per_node or (near if hops == 2 else 1))
     else:
         _refuse_fsdp_arguments(fsdp)
     compressor, memory, controller = permitted("attach", compressor, memory, controller)

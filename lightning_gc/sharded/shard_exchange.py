@@ -118,16 +118,22 @@ def take_over_shards(
             common.
     """
     reshard(model)
-    if tensors is not None:
-        units, size = units_of(model), tensors.size()
-        every = [(param, unit.mesh.ndim) for unit in units for param in unit.params]
-        shared = [p for p, dims in every if block_of(p, dims, size).copies == size]
-        broadcast_all(map(local_part, shared), tensors)
+    share_copies(model, tensors)
     sharded, plain = list[Tensor](), list[Tensor]()  # plain: ignored_params, which are frozen
     for param in model.parameters():
         (sharded if isinstance(param, DTensor) else plain).append(param)
     broadcast_all(map(local_part, sharded), between)
     broadcast_all((*plain, *model.buffers()))
+
+
+def share_copies(model: nn.Module, tensors: dist.ProcessGroup | None) -> None:
+    """Let tensor-parallel ranks begin with equal copies of what they have in common."""
+    if tensors is not None:
+        reshard(model)
+        units, size = units_of(model), tensors.size()
+        every = [(param, unit.mesh.ndim) for unit in units for param in unit.params]
+        shared = [p for p, dims in every if block_of(p, dims, size).copies == size]
+        broadcast_all(map(local_part, shared), tensors)
 
 
 def synchronizer_of_shards(

@@ -215,7 +215,7 @@ def _refuse_mesh(
     """Raise ValueError if a parameter's mesh has more than FSDP2's and tensor-parallel ranks."""
     mesh = param.device_mesh
     beyond = range(dims, mesh.ndim)
-    if not beyond:
+    if all(mesh.size(each) == 1 for each in beyond):
         return
     known = [] if tensors is None else dist.get_process_group_ranks(tensors)
     if len(beyond) > 1 or (known and dist.get_process_group_ranks(mesh.get_group(dims)) != known):

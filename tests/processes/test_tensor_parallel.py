@@ -5,6 +5,7 @@ Uncompressed they are Lightning's own. What ranks have copies of stays equal on 
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -257,7 +258,18 @@ def attached(rank: int) -> dict[str, Any]:
         "hsdp": Loop(rank, Identity(), 2, 1, 2).run(),
         "fsdp by torch": Loop(rank, None, 2, 2).run(),
         "fsdp": Loop(rank, Identity(), 2, 2).run(),
+        "of one rank by torch": Loop(rank, None, 2, 2, 1).run(),
+        "of one rank": Loop(rank, Identity(), 2, 2, 1).run(),
     }
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    workers = Loop(rank, QSGD(4), 2, 2, hops=2).handle._workers
+    found["hops"] = {"scheme": repr(workers.configuration.scheme)}
+    apart = Loop(rank, None, 2, 2)
+    with torch.no_grad():
+        for param in apart.net.parameters():
+            param.add_(rank % 2)
+    attach(apart.net, QSGD(4))  # type: ignore[arg-type]
+    found["begun"] = {n: p.full_tensor().detach().numpy() for n, p in apart.net.named_parameters()}  # type: ignore[attr-defined]
     loop = Loop(rank, TOPK, 2, 1, 2)
     found["topk"] = loop.run()
     state = loop.handle.state_dict()
@@ -275,7 +287,7 @@ def loops() -> Found:
     return results
 
 
-@pytest.mark.parametrize("way", EXACT)
+@pytest.mark.parametrize("way", [*EXACT, "of one rank"])
 def test_attached_uncompressed_it_is_torchs_own(loops: Found, way: str) -> None:
     for rank in loops:
         for name, param in rank[f"{way} by torch"].items():
@@ -288,6 +300,14 @@ def test_attached_copies_stay_equal_and_errors_are_restored(loops: Found) -> Non
             np.testing.assert_array_equal(loop["restored"][name], error)
             if name.endswith(COPIED):
                 np.testing.assert_array_equal(loops[rank ^ 1]["memory"][name], error)
+
+
+def test_attached_ranks_begin_with_equal_copies_and_a_node_has_fewer_shards(loops: Found) -> None:
+    for rank, loop in enumerate(loops):
+        assert loop["hops"] == {"scheme": "ReduceScatter(workers_per_node=2)"}
+        for name, begun in loop["begun"].items():
+            if name.endswith(COPIED):
+                np.testing.assert_array_equal(loops[rank ^ 1]["begun"][name], begun)
 
 
 # ------------------------------------------------------------------------------- refusals

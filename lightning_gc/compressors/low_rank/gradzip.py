@@ -76,7 +76,7 @@ class GradZip(LowRank):
     def basis(self, p: Tensor) -> Tensor:
         """Scale the longest column to length 1. In float64 squares of 1e30 are numbers."""
         longest = torch.linalg.vector_norm(p.double(), dim=1).amax(1).view(-1, 1, 1)
-        scaled: Tensor = p / longest.where(longest > 0, 1.0).to(p.dtype)
+        scaled: Tensor = p / longest.where(longest != 0, 1.0).to(p.dtype)
         return scaled
 
     def fit(self, q: Tensor, p: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from lightning_gc.compressors.joint import (
     joined,
     joint_of,
     limits_of,
+    wire_of,
 )
 from lightning_gc.compressors.wrappers.menu import Menu
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL, SizeSwitch
@@ -212,6 +213,12 @@ def _plan(
             row = joined(rows.in_row)
         joints.append(_Joint(some, joined(tuple(some)), joint == "shards", rows, row))
     return _Plan(alone, joints, whole)
+
+
+def forget_plans() -> None:
+    """Empty the caches of plans and formats: those of names that others sent would stay."""
+    for cache in (_plan, wire_of, limits_of):
+        cache.cache_clear()
 
 
 @dataclass(frozen=True, eq=False)
