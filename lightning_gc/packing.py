@@ -281,9 +281,10 @@ def _opened(data: bytes) -> tuple[dict[str, Any], bytes]:
     if not isinstance(header, dict):
         raise ValueError("The message's header is not what pack writes.")
     if header.get("format") != FORMAT:
+        found = str(header.get("format"))[:20]
         raise ValueError(
-            f"The message has payloads of format {str(header.get('format'))[:20]}, and this version "
-            f"of the library reads {FORMAT}. Use the same version on both sides."
+            f"The message has payloads of format {found}, and this version of the library reads "
+            f"{FORMAT}. Use the same version on both sides."
         )
     return header, data[_FIXED.size + length :]
 
