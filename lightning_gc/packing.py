@@ -210,7 +210,7 @@ def unpack(
 
 
 def _forget_others(nbytes: int) -> None:
-    """Empty caches now and then, else names that others send would stay in memory for good."""
+    """Empty caches now and then: they would keep the names in all messages for good."""
     global _read
     _read += nbytes
     if _read > _MOST_READ:

@@ -81,7 +81,7 @@ def test_nothing_is_lost_over_many_messages(compressor: Compressor) -> None:
     "memory", [m for cls in MEMORIES.values() for m in cls.examples()], ids=str
 )
 def test_what_a_sender_packs_can_be_read_or_leaves_it_as_it_was(memory: Memory) -> None:
-    """Some memories send errors in some steps, of which a receiver cannot know."""
+    """Some memories also send their errors every few steps; a receiver cannot know when."""
     try:
         sender = Sender(TopK(0.1), memory)
     except ValueError as error:

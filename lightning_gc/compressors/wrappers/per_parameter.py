@@ -216,7 +216,7 @@ def _plan(
 
 
 def forget_plans() -> None:
-    """Empty the caches of plans and formats: those of names that others sent would stay."""
+    """Empty the caches of plans and formats, which keep the names of all parameters seen."""
     for cache in (_plan, wire_of, limits_of):
         cache.cache_clear()
 
