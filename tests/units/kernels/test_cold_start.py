@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +35,12 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> Iterator[dispatch.HostFamilies]:
     monkeypatch.setattr(dispatch, "host", families)
     made, make = set[str](), dispatch._make
     monkeypatch.setattr(dispatch, "_is_compiled", made.__contains__)
-    monkeypatch.setattr(dispatch, "_make", lambda family: (make(family), made.add(family)))
+
+    def noted(family: str) -> None:
+        make(family)
+        made.add(family)
+
+    monkeypatch.setattr(dispatch, "_make", noted)
     monkeypatch.setattr(families, "_make", lambda: None)
     yield families
     families.close()
@@ -203,7 +209,7 @@ def test_a_full_disk_costs_one_sentence(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(dispatch, "_folder", lambda: tmp_path)
-    monkeypatch.setattr(dispatch.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     monkeypatch.setattr(dispatch, "_child", lambda families: pytest.fail("compiles"))
     monkeypatch.setattr(dispatch, "_test", lambda family: pytest.fail("compiles"))
     monkeypatch.setattr(dispatch, "_told", set())
