@@ -66,6 +66,11 @@ class CompressedGradients(TrainerCallback):
             scaler=scaler,
             **self.options,
         )
+        self.handle.advise(
+            bypassed="Call the wrapped model in compute_loss, not the one that it was made of",
+            unused="TrainingArguments(ddp_find_unused_parameters=True)",
+            elsewhere="A loss with parameters belongs into the model, as a submodule of it.",
+        )
         trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
         nbytes = sum(param.numel() * param.element_size() for param in trained)
         self._dense = all_reduce_bytes(nbytes, dist.get_world_size())
