@@ -338,8 +338,9 @@ class Attached:
             parts.control = ControlLoop(setup.controller, self._workers)
         if parts.control is not None:
             parts.control.attach(parts.rounds)
-        if self._workers.first.workers == 1 and self._peers.decides:
-            self._warn_alone()
+        weighs = setup.controller is not None and setup.controller.needs.weighed
+        if self._workers.first.workers == 1 and self._peers.decides and not weighs:
+            self._warn_alone()  # Auto is uncompressed there
 
     def _warn_alone(self) -> None:
         weights = self._setup.checkpoint_parts.exchanged == "weights"

@@ -131,6 +131,11 @@ class HostFamilies:
             with waiting("Waiting for compiled kernels", _SLOW):
                 thread.join()
 
+    @property
+    def compiling(self) -> bool:
+        """Whether families are being compiled, so that exchanges do not have them yet."""
+        return self._thread is not None
+
     def close(self) -> None:
         """Stop the thread. The other process ends by itself, and the next run has its result."""
         self._ending.set()
