@@ -1,11 +1,11 @@
 """SimulatedLocalSteps: W workers with local steps on one device, one after the other."""
 
-import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,12 @@ from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps_strategy import LocalHooks
 from lightning_gc.lightning.simulation.ddp import WorkerBuffers
+from lightning_gc.lightning.simulation.own_state import (
+    Holder,
+    OwnState,
+    Scope,
+    optimizer_holders,
+)
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
@@ -569,7 +575,7 @@ class Replicas:
             return [part for each in optimizers() for part in with_held(each)]
 
         self._optimizers = parts
-        self.settings = OwnSettings(workers, self._optimizers)
+        self.settings = OwnState(workers, self._settings, _refuse_differing, _refuse_large)
         here = {name: each.data for name, each in self._tensors().items()}
         others = ({n: each.clone() for n, each in here.items()} for _ in range(1, workers))
         self._own = [here, *others]
@@ -613,6 +619,13 @@ class Replicas:
             if worker != self.present:
                 self._own[worker] = {n: each.data.clone() for n, each in self._tensors().items()}
 
+    def _settings(self) -> tuple[list[Holder], Scope]:
+        """Return what optimizers keep besides their state, and what is not theirs."""
+        parts = self._optimizers()
+        groups = (group["params"] for part in parts for group in part.param_groups)
+        tensors = chain(self._tensors().values(), chain.from_iterable(groups))
+        return optimizer_holders(parts), Scope(tensors, self._module.modules())
+
     def _tensors(self) -> dict[str, Tensor]:
         """Return weights and buffers by name; to these a module may assign new tensors."""
         params = {str(index): param for index, param in enumerate(self._params)}
@@ -623,121 +636,17 @@ class Replicas:
         self._grads = [[None] * len(self._params) for _ in self._own]
 
 
-class OwnSettings:
-    """Lets each worker's optimizers adapt their settings, in their groups or as attributes.
-
-    Settings are numbers, texts, tensors and lists of numbers that groups have besides parameters,
-    or optimizers as attributes. One that changes in a worker's step is that worker's from then on,
-    such as Prodigy's ``d``. One that changes between steps, as a scheduler sets a learning rate, is
-    common to all. Outside of steps optimizers have worker 0's.
-
-    Args:
-        workers: W.
-        optimizers: returns them, with those that they hold.
-    """
-
-    def __init__(
-        self, workers: int, optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
-    ) -> None:
-        self._optimizers, self._workers = optimizers, workers
-        self._present, self._within = 0, False
-        self.forget()
-
-    def forget(self) -> None:
-        """Let all workers have the settings that the optimizers have next."""
-        self._common: dict[tuple[int, str], Any] = {}
-        self._own: list[dict[tuple[int, str], Any]] = [{} for _ in range(self._workers)]
-
-    @contextmanager
-    def own(self, worker: int) -> Iterator[None]:
-        """Give the optimizers a worker's settings; those that change within this are its own.
-
-        Raises:
-            RuntimeError: a setting that optimizers adapt has been changed between steps.
-        """
-        if self._within and worker == self._present:  # again, as when it takes a snapshot
-            yield
-            return
-        changed = self._changes()
-        adapted = next((key for key in changed if any(key in own for own in self._own)), None)
-        if adapted is not None:
-            raise RuntimeError(
-                f"SimulatedLocalStepsStrategy: the optimizer adapts {adapted[1]!r} in its steps, "
-                f"and a scheduler or callback changes it between them, which each worker would do "
-                f"to its own. Use LocalStepsStrategy with processes, or do one of both."
-            )
-        self._common |= changed
-        before = self._present, self._within
-        self._put(worker)
-        self._within = True
-        try:
-            yield
-        finally:
-            self._own[worker] |= self._changes()
-            self._put(before[0])
-            self._within = before[1]
-
-    def _changes(self) -> dict[tuple[int, str], Any]:
-        """Return copies of the settings that are not those of the worker that is present."""
-        known = self._common | self._own[self._present]
-        return {
-            (place, name): _copy(value)
-            for place, each in self._settings().items()
-            for name, value in each.items()
-            if _is_setting(name, value)
-            if (place, name) not in known or _differ(value, known[place, name])
-        }
-
-    def _put(self, worker: int) -> None:
-        self._present = worker
-        if not any(self._own):
-            return
-        given = self._common | self._own[worker]
-        for place, each in self._settings().items():
-            for name in [name for name, value in each.items() if _is_setting(name, value)]:
-                if (place, name) not in given:  # another worker's step has added it
-                    del each[name]
-            for name, value in ((n, v) for (where, n), v in given.items() if where == place):
-                if name not in each or _differ(each[name], value):
-                    _set(each, name, value)
-
-    def _settings(self) -> dict[int, dict[str, Any]]:
-        """Return what optimizers keep their settings in, by place.
-
-        Groups are counted from 0, each once, and optimizers with their attributes from -1 down.
-        """
-        parts = self._optimizers()
-        groups = {id(group): group for part in parts for group in part.param_groups}
-        attributes = {-1 - index: vars(part) for index, part in enumerate(parts)}
-        return dict(enumerate(groups.values())) | attributes
+def _refuse_differing(label: str, name: str) -> None:
+    raise RuntimeError(
+        f"SimulatedLocalStepsStrategy: the optimizer adapts {name!r} in its steps, and a scheduler "
+        f"or callback changes it between them, which each worker would do to its own. Use "
+        f"LocalStepsStrategy with processes, or do one of both."
+    )
 
 
-_NUMBERS = (bool, int, float, complex, str, type(None))
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return name != "params" and all(isinstance(each, _NUMBERS) for each in value)
-    return isinstance(value, (*_NUMBERS, Tensor))
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
-
-
-def _differ(one: Any, other: Any) -> bool:
-    """Return whether two settings differ; NaN equals NaN."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape != other.shape or not torch.equal(one, other)
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return True
-    return bool(one != other) and not (one != one and other != other)
-
-
-def _set(settings: dict[str, Any], name: str, value: Any) -> None:
-    """Set a setting; a tensor in place, since others may hold it."""
-    now = settings.get(name)
-    if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape:
-        now.detach().copy_(value)
-    else:
-        settings[name] = _copy(value)
+def _refuse_large(label: str, name: str) -> None:
+    raise RuntimeError(
+        f"SimulatedLocalStepsStrategy: {label} changes {name!r} in its steps, which holds too much "
+        f"to be kept for each worker. Keep tensors in the optimizer's state, by parameter, or use "
+        f"LocalStepsStrategy with processes."
+    )
