@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,14 +53,21 @@ class Scope:
         modules: not looked into.
     """
 
-    def __init__(self, tensors: Iterator[Tensor], modules: Iterator[nn.Module]) -> None:
-        self._memory = {
+    def __init__(self, tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:
+        self._tensors, self._of = tensors, modules
+
+    @cached_property
+    def _memory(self) -> set[int]:
+        return {
             each.untyped_storage().data_ptr()
-            for tensor in tensors
+            for tensor in self._tensors
             for each in (tensor, tensor.grad)
             if each is not None and each.numel()
         }
-        self._modules = {id(module) for module in modules}
+
+    @cached_property
+    def _modules(self) -> set[int]:
+        return {id(module) for module in self._of}
 
     def holds(self, value: Any) -> bool:
         if isinstance(value, Tensor):
@@ -197,6 +206,18 @@ def _stream(value: Any) -> Any:
     return next((both for kind, both in _READ.items() if isinstance(value, kind)), None)
 
 
+def is_stream(value: Any) -> bool:
+    """Return whether it is a random stream whose state can be read and set."""
+    return _stream(value) is not None
+
+
+def own_stream(stream: Any) -> Any:
+    """Return a stream of its own that continues as this one does."""
+    if not isinstance(stream, torch.Generator):
+        return copy.deepcopy(stream)
+    return torch.Generator(stream.device).set_state(stream.get_state())
+
+
 def _parts(value: Any) -> Any:
     """Return what a container or an object of the user holds, by key; None for anything else."""
     if isinstance(value, dict):
@@ -236,9 +257,9 @@ def _refill(value: Any, parts: Mapping[Any, Any]) -> None:
         vars(value).update(parts)
 
 
-def package_of(kind: type) -> str:
-    """Return the name of the package that a class is from."""
-    return kind.__module__.partition(".")[0]
+def package_of(kind: Any) -> str:
+    """Return the name of the package that a class or a function is from."""
+    return str(kind.__module__).partition(".")[0]
 
 
 _MODULES = frozenset(vars(nn.Module()))
@@ -283,7 +304,7 @@ class Holder:
     """What holds values of a worker.
 
     Attributes:
-        label: names it in messages, before the name of a value.
+        label: names it in messages, after the name of a value; each has another one.
         values: by name.
         left_out: names of values that are common, or kept elsewhere.
         large: bytes from which on a tensor is not copied.
@@ -406,6 +427,47 @@ class OwnState:
             kept, values = given[label, name], places.get(label)
             if values is not None and not (name in values and kept.same(values[name])):
                 values[name] = kept.put()
+
+
+_GLOBAL = {
+    "torch": torch.default_generator,
+    "python": random._inst,
+    "numpy": np.random.mtrand._rand,
+}
+
+
+def random_holder(device: torch.device) -> Holder:
+    """Return the global random streams, of which each process has its own."""
+    streams = dict(_GLOBAL)
+    if device.type == "cuda":
+        streams["cuda"] = torch.cuda.default_generators[device.index or 0]
+    return Holder("random numbers", streams)
+
+
+def module_holders(module: Any) -> list[Holder]:
+    """Return what a LightningModule, its parts and the user's callbacks keep, and schedulers."""
+    base = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+    lightning = frozenset(vars(base())) | _MODULES | {"on_train_batch_end"}
+    held = [
+        Holder(name or type(module).__name__, vars(part), lightning if part is module else _MODULES)
+        for name, part in module.named_modules()
+        if part is module or fields_of(part)
+    ]
+    trainer = module.trainer
+    for index, callback in enumerate(trainer.callbacks):
+        if is_users(callback):
+            label = f"callbacks[{index}], {type(callback).__name__}"
+            held.append(Holder(label, vars(callback), frozenset({"on_train_batch_end"})))
+    for index, config in enumerate(trainer.lr_scheduler_configs):
+        held.append(Holder(f"lr_schedulers[{index}]", vars(config.scheduler)))
+    return held
+
+
+def is_users(callback: Any) -> bool:
+    """Return whether a callback has nothing of Lightning's own callbacks but their base."""
+    of_lightning = {"lightning", "lightning_gc", "pytorch_lightning"}
+    kinds = [kind for kind in type(callback).__mro__ if package_of(kind) in of_lightning]
+    return all(kind.__name__ == "Callback" for kind in kinds)
 
 
 _OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) - {"defaults"}

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -22,12 +21,6 @@ from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps_strategy import LocalHooks
 from lightning_gc.lightning.simulation.ddp import WorkerBuffers
-from lightning_gc.lightning.simulation.own_state import (
-    Holder,
-    OwnState,
-    Scope,
-    optimizer_holders,
-)
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
@@ -194,7 +187,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self._buffers = [WorkerBuffers(module, self.island) for _ in range(self.workers)]
         rounds = []
         for engine, end in zip(self.engines, exchanges.of, strict=True):
-            present = partial(self._replicas.entered, engine.worker)
+            present = partial(self._entered, engine.worker)
             each = (module, workers.names, engine, end, self.plan, present)
             time = clock.of(engine.worker)
             rounds.append(LocalRounds(*each, clock=time))
@@ -208,11 +201,11 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """As for real workers; no worker keeps numbers that its optimizer had before."""
         if self._all_rounds:
-            self._replicas.settings.forget()
+            self.settings.forget()
         super().load_optimizer_state_dict(checkpoint)
 
     def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:
-        with self._replicas.entered(worker):
+        with self._entered(worker):
             pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
             for optimizer, state in pairs:
                 optimizer.load_state_dict(state)
@@ -241,6 +234,29 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         """The workers that make this step."""
         return range(self.workers) if self._replay is None else self._replay.present
 
+    @contextmanager
+    def _entered(self, worker: int) -> Iterator[None]:
+        """Enter a worker, and at the end the one before; settings that change are its own."""
+        before = self._replicas.present
+        self._replicas.enter(worker)
+        try:
+            with self.settings.own(worker):
+                yield
+        finally:
+            self._replicas.enter(before)
+
+    def _turn(self, process: int | None) -> None:
+        super()._turn(process)
+        if self._training():
+            self._replicas.enter(self._present[0] if process is None else process // self.island)
+
+    def _differing_settings(self, label: str, name: str) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__}: the optimizer adapts {name!r} in its steps, and a scheduler "
+            f"or callback changes it between them, which each worker would do to its own. Use "
+            f"{self._of_processes} with processes, or do one of both."
+        )
+
     def _begin_step(self) -> None:
         self._replicas.enter(0)  # whose gradients Lightning sets to zero
         self._replicas.forget_gradients()
@@ -266,7 +282,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         for worker in self._present:
             self._replicas.enter(worker)
             again = _Once(result)
-            with self._replicas.settings.own(worker):
+            with self._in_turn(worker * self.island), self.settings.own(worker):
                 output = self._own_step(self._all_rounds[worker], optimizer, again, *args, **kwargs)
                 rates.append(max(float(group["lr"]) for group in optimizer.param_groups))
         ends = self._ends()
@@ -286,6 +302,8 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
 
     def _rested(self) -> None:
         self._passed(self.worker)
+        if self._steps_now:
+            self._turn(None)
 
     def figures(self) -> dict[str, float]:
         predicted = {} if self.clock is None else {"predicted_seconds": self.clock.seconds}
@@ -559,7 +577,6 @@ class Replicas:
 
     Attributes:
         present: the worker whose weights the module has.
-        settings: of the optimizers, such as learning rates.
     """
 
     def __init__(
@@ -575,7 +592,6 @@ class Replicas:
             return [part for each in optimizers() for part in with_held(each)]
 
         self._optimizers = parts
-        self.settings = OwnState(workers, self._settings, _refuse_differing, _refuse_large)
         here = {name: each.data for name, each in self._tensors().items()}
         others = ({n: each.clone() for n, each in here.items()} for _ in range(1, workers))
         self._own = [here, *others]
@@ -602,29 +618,11 @@ class Replicas:
             optimizer.state = state
         self.present = worker
 
-    @contextmanager
-    def entered(self, worker: int) -> Iterator[None]:
-        """Enter a worker, and at the end the one before; settings that change are its own."""
-        before = self.present
-        self.enter(worker)
-        try:
-            with self.settings.own(worker):
-                yield
-        finally:
-            self.enter(before)
-
     def share(self) -> None:
         """Give all workers copies of the weights and buffers of the one that is present."""
         for worker in range(len(self._own)):
             if worker != self.present:
                 self._own[worker] = {n: each.data.clone() for n, each in self._tensors().items()}
-
-    def _settings(self) -> tuple[list[Holder], Scope]:
-        """Return what optimizers keep besides their state, and what is not theirs."""
-        parts = self._optimizers()
-        groups = (group["params"] for part in parts for group in part.param_groups)
-        tensors = chain(self._tensors().values(), chain.from_iterable(groups))
-        return optimizer_holders(parts), Scope(tensors, self._module.modules())
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return weights and buffers by name; to these a module may assign new tensors."""
@@ -634,19 +632,3 @@ class Replicas:
     def forget_gradients(self) -> None:
         """Set the gradients of all workers that are not present to None."""
         self._grads = [[None] * len(self._params) for _ in self._own]
-
-
-def _refuse_differing(label: str, name: str) -> None:
-    raise RuntimeError(
-        f"SimulatedLocalStepsStrategy: the optimizer adapts {name!r} in its steps, and a scheduler "
-        f"or callback changes it between them, which each worker would do to its own. Use "
-        f"LocalStepsStrategy with processes, or do one of both."
-    )
-
-
-def _refuse_large(label: str, name: str) -> None:
-    raise RuntimeError(
-        f"SimulatedLocalStepsStrategy: {label} changes {name!r} in its steps, which holds too much "
-        f"to be kept for each worker. Keep tensors in the optimizer's state, by parameter, or use "
-        f"LocalStepsStrategy with processes."
-    )
