@@ -105,6 +105,37 @@ class Counts(Adapts):
         return loss
 
 
+class Distance:
+    """A number and a tensor in an object of the user's."""
+
+    def __init__(self) -> None:
+        self.steps, self.seen = 0, [torch.zeros(())]
+
+
+class Remembers(torch.optim.SGD):
+    """Looks ahead from slow weights in a dict, adds noise of its own, and keeps an object."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.slow: dict[Any, dict[str, torch.Tensor]] = {}
+        self.stream = torch.Generator().manual_seed(7)
+        self.distance = Distance()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.distance.steps += 1
+        for param in self.param_groups[0]["params"]:
+            param.add_(torch.randn(param.shape, generator=self.stream), alpha=0.01)
+            slow = self.slow.setdefault(param, {"weights": param.clone()})
+            if self.distance.steps % 3 == 0:
+                self.distance.seen[0] += (param - slow["weights"]).norm()
+                rate = 1 / (2 + float(self.distance.seen[0]))
+                slow["weights"].lerp_(param, rate)
+                param.copy_(slow["weights"])
+        return loss
+
+
 class Adapting(Adam):
     """Has an optimizer that adapts numbers, at a rate that falls."""
 
@@ -120,6 +151,10 @@ class Counting(Adapting):
     kind = Counts
 
 
+class Remembering(Adapting):
+    kind = Remembers
+
+
 class Conflicting(Adapting):
     """Its optimizer sets the learning rate, and so does the scheduler."""
 
@@ -133,6 +168,7 @@ class Conflicting(Adapting):
 CASES: dict[str, dict[str, Any]] = {
     "adapting": {"module": Adapting, "options": {"every": 3}},
     "counting, growing": {"module": Counting, "options": {"every": GrowingRounds(0.2, 2)}},
+    "remembering": {"module": Remembering, "options": {"every": 3}},
     "sparse": {"module": Adam, "options": {"every": 4}},
     "clipped, accumulated, delayed": {
         "module": Adam,

@@ -1,6 +1,7 @@
 """SimulatedDDP: DDP of W workers on one device, by gradient accumulation."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -92,6 +93,7 @@ class SimulatedDDP(SimulatedWorkers):
         self._configure_workers(compressor, workers, network, kwargs)
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         self._gradients: Gradients | None = None
+        self._seen: dict[str, int] = {}
         super().__init__(**kwargs)
 
     _of_processes = "CompressedDDPStrategy"
@@ -108,6 +110,37 @@ class SimulatedDDP(SimulatedWorkers):
         self._gradients = Gradients(self.names, self.workers)
         self._buffers = WorkerBuffers(module, self.workers)
 
+    def _moved_by_hand(self) -> dict[str, Tensor]:
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        trained = {id(param) for group in groups for param in group["params"]}
+        named = self.lightning_module.named_parameters()
+        return {name: each for name, each in named if id(each) not in trained}
+
+    def _turn(self, process: int | None) -> None:
+        """Look whether a turn has changed trained weights, which all workers share."""
+        now = {name: param._version for param, name in self.names.items()}
+        if self._process is not None and process != self._process:
+            for name in (each for each, version in now.items() if version != self._seen[each]):
+                self._say_once(
+                    "the parameters",
+                    name,
+                    "is changed by hand within a worker's micro-batch, so once for each "
+                    f"of {self.workers} workers, where real workers change it once a step",
+                )
+        self._seen = now
+        super()._turn(process)
+
+    @contextmanager
+    def _acting(self, process: int) -> Iterator[None]:
+        """Let a worker have its own buffers too; only worker 0's are kept."""
+        self._buffers.enter(process)
+        with super()._acting(process):
+            yield
+        if process == 0:
+            self._buffers.leave(0, again=False)
+        elif process == self.workers - 1:
+            self._buffers.enter(0)
+
     def _begin_step(self) -> None:
         self._buffers.begin()
 
@@ -123,7 +156,7 @@ class SimulatedDDP(SimulatedWorkers):
     def _collect(self, worker: int, again: bool) -> None:
         assert self._gradients is not None
         self._gradients.collect(worker)
-        self._buffers.leave(worker, again)
+        self._buffers.leave(worker, again or bool(self._batch_ends))
 
     def _complete(self) -> None:
         """Replace the workers' gradients by their mean."""

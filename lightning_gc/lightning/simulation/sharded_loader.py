@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_gc.lightning.simulation.own_state import is_stream, own_stream
+
 
 class Dealt:
     """Interleaves the workers' loaders: batch i is worker ``i % W``'s.
@@ -23,11 +25,17 @@ class Dealt:
 
     Args:
         loaders: one per worker, of equal length.
+        turn: begins a worker's turn, in which its loader draws random numbers; with None no one's.
     """
 
-    def __init__(self, loaders: Sequence[Any]) -> None:
-        self.loaders = loaders
+    def __init__(
+        self, loaders: Sequence[Any], turn: Callable[[int | None], None] = lambda worker: None
+    ) -> None:
+        self.loaders, self._turn = loaders, turn
         self.sampler = self  # Lightning calls ``sampler.set_epoch``
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_turn": repr}  # a copy takes no part in a fit
 
     def __getattr__(self, name: str) -> Any:
         # Names with an underscore are each loader's own state, which Lightning and copies replace.
@@ -37,16 +45,33 @@ class Dealt:
 
     def set_epoch(self, epoch: int) -> None:
         for loader in self.loaders:
-            for holder in (loader, getattr(loader, "batch_sampler", None)):
-                set_epoch = getattr(getattr(holder, "sampler", None), "set_epoch", None)
-                if callable(set_epoch):
+            holders = (loader, getattr(loader, "batch_sampler", None))
+            samplers = [getattr(each, "sampler", None) for each in holders]
+            for sampler in {id(each): each for each in samplers}.values():  # each once
+                if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(epoch)
 
     def __len__(self) -> int:
         return sum(len(loader) for loader in self.loaders)
 
     def __iter__(self) -> Iterator[Any]:
-        return _interleaved([iter(loader) for loader in self.loaders])
+        iterators = []
+        for worker, loader in enumerate(self.loaders):
+            self._turn(worker)
+            iterators.append(iter(loader))
+        self._turn(None)
+        return self._interleaved(iterators)
+
+    def _interleaved(self, iterators: Sequence[Iterator[Any]]) -> Iterator[Any]:
+        end = object()
+        while True:
+            for worker, iterator in enumerate(iterators):
+                self._turn(worker)
+                batch = next(iterator, end)
+                if batch is end:
+                    self._turn(None)
+                    return
+                yield batch
 
 
 class StatefulDealt(Dealt):
@@ -67,7 +92,7 @@ class Replayed:
     def __init__(self, sampler: Any, workers: int) -> None:
         self._sampler = sampler
         self._workers = workers
-        self._passes = 0
+        self._passes = self._told = 0
         self._indices: list[Any] = []
 
     def __len__(self) -> int:
@@ -79,8 +104,21 @@ class Replayed:
         self._passes += 1
         return iter(self._indices)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler once; Lightning's wrapper does since 2.6, one for each worker."""
+        set_epoch = getattr(self._sampler, "set_epoch", None)
+        if callable(set_epoch) and self._told % self._workers == 0:
+            set_epoch(epoch)
+        self._told += 1
 
-def deal(loader: Any, workers: int, trainer: Any, flavour: Any) -> Any:
+
+def deal(
+    loader: Any,
+    workers: int,
+    trainer: Any,
+    flavour: Any,
+    turn: Callable[[int | None], None],
+) -> Any:
     """Return a loader that shards samples as Lightning would for W processes.
 
     Like Lightning, this returns ``loader`` itself if it has a ``DistributedSampler`` or an iterable
@@ -92,6 +130,7 @@ def deal(loader: Any, workers: int, trainer: Any, flavour: Any) -> Any:
         trainer: the Trainer, for ``use_distributed_sampler``.
         flavour: the strategy class, with Lightning's ``_sampler``, ``_with_sampler`` and
             ``_seed_workers``.
+        turn: as for ``Dealt``.
     """
     if not trainer._accelerator_connector.use_distributed_sampler or not is_dealable(loader):
         return loader
@@ -111,8 +150,18 @@ def deal(loader: Any, workers: int, trainer: Any, flavour: Any) -> Any:
         )
         loaders.append(flavour._with_sampler(loader, sampler, mode=trainer.state.stage))
         flavour._seed_workers(loaders[-1], worker)
+        if worker:
+            _copy_streams(loaders[-1])
     stateful = all(hasattr(each, "state_dict") for each in loaders)
-    return StatefulDealt(loaders) if stateful else Dealt(loaders)
+    kind = StatefulDealt if stateful else Dealt
+    return kind(loaders, turn)
+
+
+def _copy_streams(loader: Any) -> None:
+    """Give a worker its own copies of the random streams of its loader and batch sampler."""
+    for holder in (loader, loader.batch_sampler):
+        fields = getattr(holder, "__dict__", {})
+        fields |= {name: own_stream(each) for name, each in fields.items() if is_stream(each)}
 
 
 def _warn_of_repeated(loader: Any, workers: int) -> None:
@@ -133,13 +182,3 @@ def is_dealable(loader: Any) -> bool:
         and not isinstance(loader.sampler, DistributedSampler)
         and not isinstance(loader.dataset, IterableDataset)
     )
-
-
-def _interleaved(iterators: Sequence[Iterator[Any]]) -> Iterator[Any]:
-    end = object()
-    while True:
-        for iterator in iterators:
-            batch = next(iterator, end)
-            if batch is end:
-                return
-            yield batch

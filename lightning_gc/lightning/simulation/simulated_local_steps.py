@@ -1,6 +1,5 @@
 """SimulatedLocalSteps: W workers with local steps on one device, one after the other."""
 
-import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -188,7 +187,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self._buffers = [WorkerBuffers(module, self.island) for _ in range(self.workers)]
         rounds = []
         for engine, end in zip(self.engines, exchanges.of, strict=True):
-            present = partial(self._replicas.entered, engine.worker)
+            present = partial(self._entered, engine.worker)
             each = (module, workers.names, engine, end, self.plan, present)
             time = clock.of(engine.worker)
             rounds.append(LocalRounds(*each, clock=time))
@@ -202,11 +201,11 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """As for real workers; no worker keeps numbers that its optimizer had before."""
         if self._all_rounds:
-            self._replicas.settings.forget()
+            self.settings.forget()
         super().load_optimizer_state_dict(checkpoint)
 
     def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:
-        with self._replicas.entered(worker):
+        with self._entered(worker):
             pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
             for optimizer, state in pairs:
                 optimizer.load_state_dict(state)
@@ -235,6 +234,29 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         """The workers that make this step."""
         return range(self.workers) if self._replay is None else self._replay.present
 
+    @contextmanager
+    def _entered(self, worker: int) -> Iterator[None]:
+        """Enter a worker, and at the end the one before; settings that change are its own."""
+        before = self._replicas.present
+        self._replicas.enter(worker)
+        try:
+            with self.settings.own(worker):
+                yield
+        finally:
+            self._replicas.enter(before)
+
+    def _turn(self, process: int | None) -> None:
+        super()._turn(process)
+        if self._training():
+            self._replicas.enter(self._present[0] if process is None else process // self.island)
+
+    def _differing_settings(self, label: str, name: str) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__}: the optimizer adapts {name!r} in its steps, and a scheduler "
+            f"or callback changes it between them, which each worker would do to its own. Use "
+            f"{self._of_processes} with processes, or do one of both."
+        )
+
     def _begin_step(self) -> None:
         self._replicas.enter(0)  # whose gradients Lightning sets to zero
         self._replicas.forget_gradients()
@@ -260,7 +282,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         for worker in self._present:
             self._replicas.enter(worker)
             again = _Once(result)
-            with self._replicas.settings.own(worker):
+            with self._in_turn(worker * self.island), self.settings.own(worker):
                 output = self._own_step(self._all_rounds[worker], optimizer, again, *args, **kwargs)
                 rates.append(max(float(group["lr"]) for group in optimizer.param_groups))
         ends = self._ends()
@@ -280,6 +302,8 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
 
     def _rested(self) -> None:
         self._passed(self.worker)
+        if self._steps_now:
+            self._turn(None)
 
     def figures(self) -> dict[str, float]:
         predicted = {} if self.clock is None else {"predicted_seconds": self.clock.seconds}
@@ -553,7 +577,6 @@ class Replicas:
 
     Attributes:
         present: the worker whose weights the module has.
-        settings: of the optimizers, such as learning rates.
     """
 
     def __init__(
@@ -569,7 +592,6 @@ class Replicas:
             return [part for each in optimizers() for part in with_held(each)]
 
         self._optimizers = parts
-        self.settings = OwnSettings(workers, self._optimizers)
         here = {name: each.data for name, each in self._tensors().items()}
         others = ({n: each.clone() for n, each in here.items()} for _ in range(1, workers))
         self._own = [here, *others]
@@ -596,17 +618,6 @@ class Replicas:
             optimizer.state = state
         self.present = worker
 
-    @contextmanager
-    def entered(self, worker: int) -> Iterator[None]:
-        """Enter a worker, and at the end the one before; settings that change are its own."""
-        before = self.present
-        self.enter(worker)
-        try:
-            with self.settings.own(worker):
-                yield
-        finally:
-            self.enter(before)
-
     def share(self) -> None:
         """Give all workers copies of the weights and buffers of the one that is present."""
         for worker in range(len(self._own)):
@@ -621,123 +632,3 @@ class Replicas:
     def forget_gradients(self) -> None:
         """Set the gradients of all workers that are not present to None."""
         self._grads = [[None] * len(self._params) for _ in self._own]
-
-
-class OwnSettings:
-    """Lets each worker's optimizers adapt their settings, in their groups or as attributes.
-
-    Settings are numbers, texts, tensors and lists of numbers that groups have besides parameters,
-    or optimizers as attributes. One that changes in a worker's step is that worker's from then on,
-    such as Prodigy's ``d``. One that changes between steps, as a scheduler sets a learning rate, is
-    common to all. Outside of steps optimizers have worker 0's.
-
-    Args:
-        workers: W.
-        optimizers: returns them, with those that they hold.
-    """
-
-    def __init__(
-        self, workers: int, optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
-    ) -> None:
-        self._optimizers, self._workers = optimizers, workers
-        self._present, self._within = 0, False
-        self.forget()
-
-    def forget(self) -> None:
-        """Let all workers have the settings that the optimizers have next."""
-        self._common: dict[tuple[int, str], Any] = {}
-        self._own: list[dict[tuple[int, str], Any]] = [{} for _ in range(self._workers)]
-
-    @contextmanager
-    def own(self, worker: int) -> Iterator[None]:
-        """Give the optimizers a worker's settings; those that change within this are its own.
-
-        Raises:
-            RuntimeError: a setting that optimizers adapt has been changed between steps.
-        """
-        if self._within and worker == self._present:  # again, as when it takes a snapshot
-            yield
-            return
-        changed = self._changes()
-        adapted = next((key for key in changed if any(key in own for own in self._own)), None)
-        if adapted is not None:
-            raise RuntimeError(
-                f"SimulatedLocalStepsStrategy: the optimizer adapts {adapted[1]!r} in its steps, "
-                f"and a scheduler or callback changes it between them, which each worker would do "
-                f"to its own. Use LocalStepsStrategy with processes, or do one of both."
-            )
-        self._common |= changed
-        before = self._present, self._within
-        self._put(worker)
-        self._within = True
-        try:
-            yield
-        finally:
-            self._own[worker] |= self._changes()
-            self._put(before[0])
-            self._within = before[1]
-
-    def _changes(self) -> dict[tuple[int, str], Any]:
-        """Return copies of the settings that are not those of the worker that is present."""
-        known = self._common | self._own[self._present]
-        return {
-            (place, name): _copy(value)
-            for place, each in self._settings().items()
-            for name, value in each.items()
-            if _is_setting(name, value)
-            if (place, name) not in known or _differ(value, known[place, name])
-        }
-
-    def _put(self, worker: int) -> None:
-        self._present = worker
-        if not any(self._own):
-            return
-        given = self._common | self._own[worker]
-        for place, each in self._settings().items():
-            for name in [name for name, value in each.items() if _is_setting(name, value)]:
-                if (place, name) not in given:  # another worker's step has added it
-                    del each[name]
-            for name, value in ((n, v) for (where, n), v in given.items() if where == place):
-                if name not in each or _differ(each[name], value):
-                    _set(each, name, value)
-
-    def _settings(self) -> dict[int, dict[str, Any]]:
-        """Return what optimizers keep their settings in, by place.
-
-        Groups are counted from 0, each once, and optimizers with their attributes from -1 down.
-        """
-        parts = self._optimizers()
-        groups = {id(group): group for part in parts for group in part.param_groups}
-        attributes = {-1 - index: vars(part) for index, part in enumerate(parts)}
-        return dict(enumerate(groups.values())) | attributes
-
-
-_NUMBERS = (bool, int, float, complex, str, type(None))
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return name != "params" and all(isinstance(each, _NUMBERS) for each in value)
-    return isinstance(value, (*_NUMBERS, Tensor))
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
-
-
-def _differ(one: Any, other: Any) -> bool:
-    """Return whether two settings differ; NaN equals NaN."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape != other.shape or not torch.equal(one, other)
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return True
-    return bool(one != other) and not (one != one and other != other)
-
-
-def _set(settings: dict[str, Any], name: str, value: Any) -> None:
-    """Set a setting; a tensor in place, since others may hold it."""
-    now = settings.get(name)
-    if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape:
-        now.detach().copy_(value)
-    else:
-        settings[name] = _copy(value)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, update_wrapper
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +23,18 @@ from lightning_gc.exchange.validation import refuse_sparse_gradients, refuse_unk
 from lightning_gc.lightning.api import StrategyAPI
 from lightning_gc.lightning.arguments import refuse_unknown
 from lightning_gc.lightning.base import CompressedStrategy
+from lightning_gc.lightning.simulation.own_state import (
+    Holder,
+    OwnState,
+    Scope,
+    is_users,
+    module_holders,
+    optimizer_holders,
+    package_of,
+    random_holder,
+)
 from lightning_gc.lightning.simulation.sharded_loader import deal, is_dealable
+from lightning_gc.local_steps.refusals import with_held
 from lightning_gc.transports.accounting import COMPUTE
 from lightning_gc.transports.network_model import NetworkModel, rate
 from lightning_gc.transports.simulated import Ledger
@@ -227,6 +241,11 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         return 1
 
     _units: MicroBatches | None = None
+    _state: OwnState | None = None
+    _batch_ends: tuple[BatchEnd, ...] = ()
+    _process: int | None = None
+    _after_step = False
+    settings: OwnState
 
     def _configure_workers(
         self,
@@ -271,6 +290,10 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         """Put what is this worker's own into the module, before its forward pass."""
         raise NotImplementedError
 
+    def _moved_by_hand(self) -> dict[str, torch.Tensor]:
+        """Return parameters that no optimizer has, if they are copied for each process's turn."""
+        return {}
+
     def _lend(self, worker: int, first: bool) -> None:
         """Prepare ``.grad`` for this worker's backward pass, if need be; ``first``: of the step."""
 
@@ -286,7 +309,15 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is None or not trainer.training:
             return 0
-        return int(max(trainer.fit_loop.batch_idx, 0) % self._processes // self.island)
+        return self._running // self.island
+
+    @property
+    def _running(self) -> int:
+        """The process whose turn it is, else the one whose micro-batch is running."""
+        if self._process is not None:
+            return self._process
+        batch: int = max(self.lightning_module.trainer.fit_loop.batch_idx, 0)
+        return batch % self._processes
 
     @property
     def _processes(self) -> int:
@@ -331,6 +362,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         self._done = 0  # micro-batches of this step with a finished backward pass
         per_node = self.local_workers.configuration.neighbours(self.workers)
         self._ledger = Ledger(self.workers, self.network, per_node)
+        self._state, self.settings = self._own_states()
         revocable = self._exchanges_rounds or self._scaler() is not None
         begin = partial(self._begin_fit, module)
         self._attach(
@@ -340,12 +372,140 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         loader = super().process_dataloader(dataloader)
         trainer = self.lightning_module.trainer
-        return deal(loader, self._processes, trainer, self) if trainer.training else loader
+        if not trainer.training:
+            return loader
+        return deal(loader, self._processes, trainer, self, self._turn)
 
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self._units is not None
         self._units.check_epoch()  # its length is known now
+        self._batch_ends = batch_ends(self.lightning_module, self._ended)
+
+    def _turn(self, process: int | None) -> None:
+        """Give module, optimizers and callbacks what is this process's own; None: worker 0's.
+
+        A turn begins when a batch is fetched, and ends before the optimizer's step.
+        """
+        if self._processes == 1 or not self._training():
+            return
+        assert self._state is not None
+        self._state.enter(process)
+        self.settings.enter(None if process is None else process // self.island)
+        self._process = process
+
+    @contextmanager
+    def _in_turn(self, process: int) -> Iterator[None]:
+        before = self._process
+        self._turn(process)
+        try:
+            yield
+        finally:
+            self._turn(before)
+
+    def _own_states(self) -> tuple[OwnState, OwnState]:
+        """Return what each process has of its own, and what each worker's optimizers have."""
+        module = self.lightning_module
+        held: list[Holder] = []
+        frozen: dict[str, torch.Tensor] = {}
+        says = (self._say_differing, self._say_large)
+
+        def scope() -> Scope:
+            weights = (each for name, each in module.named_parameters() if name not in frozen)
+            return Scope(chain(weights, module.buffers()), module.modules())
+
+        def holders() -> tuple[list[Holder], Scope]:
+            if not held:  # optimizers and schedulers exist now
+                frozen.update(self._moved_by_hand())
+                sizes = [
+                    sum(each.nbytes for each in some) for some in (frozen.values(), self.names)
+                ]
+                large = 0 if sizes[0] > _MANY_TIMES * sizes[1] else math.inf
+                held.extend(module_holders(module))
+                held.append(random_holder(self.root_device))
+                held.append(Holder("the parameters", dict(frozen), large=large))
+            return held, scope()
+
+        def settings() -> tuple[list[Holder], Scope]:
+            parts = [part for each in self.optimizers for part in with_held(each)]
+            return optimizer_holders(parts), scope()
+
+        return (
+            OwnState(self._processes, holders, *says),
+            OwnState(self.workers, settings, self._differing_settings, self._say_large),
+        )
+
+    def _differing_settings(self, label: str, name: str) -> None:
+        self._say_differing(label, name)
+
+    def _say_differing(self, label: str, name: str) -> None:
+        self._say_once(
+            label,
+            name,
+            "changes both within a worker's micro-batch and between them. All simulated"
+            " workers continue with worker 0's value, where each real worker has its own",
+        )
+
+    def _say_large(self, label: str, name: str) -> None:
+        self._say_once(
+            label,
+            name,
+            f"changes within a worker's micro-batch, and holds too much to be kept for "
+            f"each of {self._processes} workers. All change the same one, so it changes "
+            f"{self._processes} times in a step, where each real worker changes its own once",
+        )
+
+    def _say_once(self, label: str, name: str, what: str) -> None:
+        place = f"{name} of {label}"
+        if place not in self._warned:
+            self._warned |= {place}
+            warnings.warn(
+                f"{place} {what}. Use {self._of_processes} with processes for the same training.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._training():
+            self._turn((self.lightning_module.trainer.fit_loop.batch_idx + 1) % self._processes)
+        return super().batch_to_device(batch, *args, **kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._steps_now:
+            self._turn(None)  # the module's ``optimizer_step`` begins
+
+    @property
+    def _steps_now(self) -> bool:
+        """Return whether the running micro-batch is the last one of a step."""
+        return self._training() and not self.lightning_module.trainer.fit_loop._should_accumulate()
+
+    def _ended(self, hook: BatchEnd, arguments: tuple[Any, ...]) -> None:
+        """Call a user's ``on_train_batch_end``: after the step, for each process in its turn."""
+        trainer = self.lightning_module.trainer
+        batch, total = trainer.fit_loop.batch_idx, trainer.num_training_batches
+        accumulated = trainer.accumulate_grad_batches
+        ends = min(batch - batch % accumulated + accumulated, total)
+        if batch < ends - self._processes:  # one of several of a step
+            hook.hook(*arguments)
+            return
+        hook.waiting.append((self._running, arguments))
+        if not self._steps_now:
+            return
+        waiting, hook.waiting = hook.waiting, []
+        for process, each in waiting:
+            with self._acting(process):
+                hook.hook(*each)
+
+    @contextmanager
+    def _acting(self, process: int) -> Iterator[None]:
+        """Let a process have its turn after the step."""
+        self._after_step = True
+        try:
+            with self._in_turn(process):
+                yield
+        finally:
+            self._after_step = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         worker, trainer = self.worker, self.lightning_module.trainer
@@ -358,6 +518,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
                 f"{turn // self.island}'s turn. Simulated workers cannot skip a backward "
                 f"pass, or use an optimizer that calls its closure several times, such as LBFGS."
             )
+        self._turn(trainer.fit_loop.batch_idx % self._processes)
         if self._done == 0:
             self._begin_step()
         self._enter(worker)
@@ -380,6 +541,10 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         """
         module, precision = self.lightning_module, self.precision_plugin
         worker = self.worker
+        if 0 < self._done < self._processes:  # Lightning has called it for the first one
+            for callback in module.trainer.callbacks:
+                callback.on_before_zero_grad(module.trainer, module, optimizer)
+            module.on_before_zero_grad(optimizer)
         self._lend(worker, first=self._done == 0)
         self.pre_backward(closure_loss)
         # Lightning has divided the loss l by k·W·N. The gradient's factor in (l / kWN)·W is W/kWN,
@@ -392,6 +557,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         self._passed(worker)
         detached: torch.Tensor = precision.post_backward(loss, module)
         self.post_backward(detached)
+        if self._steps_now:
+            self._turn(None)
         return detached
 
     def _passed(self, worker: int) -> None:
@@ -417,6 +584,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
+        if self._after_step and self._process:  # as with processes, where worker 0 writes
+            return
         to_batches(checkpoint, self._processes)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -428,7 +597,64 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     def teardown(self) -> None:
         if self._units is not None:
             self._units.restore()
+        for hook in self._batch_ends:
+            hook.restore()
+        self._batch_ends, self._state, self._process = (), None, None
         super().teardown()
+
+
+_MANY_TIMES = 4
+"""Frozen weights that are so much larger than the trained ones are not copied, only watched."""
+
+
+class BatchEnd:
+    """Stands for a user's ``on_train_batch_end`` while simulated workers are trained.
+
+    Args:
+        owner: a module or a callback.
+        ended: called with this and the arguments of each call.
+
+    Attributes:
+        hook: the user's.
+        waiting: process and arguments of calls that wait for the end of the step.
+    """
+
+    name = "on_train_batch_end"
+
+    def __init__(self, owner: Any, ended: Callable[[BatchEnd, tuple[Any, ...]], None]) -> None:
+        self.owner, self._ended = owner, ended
+        self.hook = getattr(owner, self.name)
+        self._before = vars(owner).get(self.name)
+        self.waiting: list[tuple[int, tuple[Any, ...]]] = []
+        update_wrapper(self, self.hook)
+        vars(owner)[self.name] = self
+
+    def __call__(self, *arguments: Any) -> None:
+        self._ended(self, arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.owner, self.name)  # a copied owner has its own hook again
+
+    def restore(self) -> None:
+        del vars(self.owner)[self.name]
+        if self._before is not None:
+            vars(self.owner)[self.name] = self._before
+
+
+def batch_ends(
+    module: Any, ended: Callable[[BatchEnd, tuple[Any, ...]], None]
+) -> tuple[BatchEnd, ...]:
+    """Take the place of ``on_train_batch_end`` of the module and of the user's callbacks."""
+    callbacks = [
+        each
+        for each in module.trainer.callbacks
+        if is_users(each) or type(each).__name__ == "LambdaCallback"
+    ]
+    return tuple(
+        BatchEnd(owner, ended)
+        for owner in (*callbacks, module)
+        if package_of(getattr(owner, BatchEnd.name)) not in _TRUSTED
+    )
 
 
 _PROGRESS = "epoch_loop.batch_progress"

@@ -1,0 +1,486 @@
+"""OwnState: what each simulated worker has of its own besides weights: numbers, queues, streams."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+_LARGE = 1 << 26
+"""Bytes of a tensor, of which one copy for each worker is kept."""
+_MANY = 10_000
+"""Entries of a container that is looked into."""
+_DEEP = 6
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+_LIBRARIES = {
+    *("builtins", "lightning", "lightning_fabric", "lightning_gc", "numpy", "pytorch_lightning"),
+    *("torch", "torchmetrics", "transformers"),
+}
+"""Packages whose objects are not looked into; of torch, schedulers and modules are."""
+_SHARED = (Dataset, DataLoader, Sampler, Optimizer, type)
+_READ: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    torch.Generator: (torch.Generator.get_state, lambda stream, state: stream.set_state(state)),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (
+        lambda stream: stream.get_state(legacy=False),
+        np.random.RandomState.set_state,
+    ),
+    np.random.Generator: (
+        lambda stream: stream.bit_generator.state,
+        lambda stream, state: setattr(stream.bit_generator, "state", state),
+    ),
+}
+"""Kinds of random streams: how to read and set their state."""
+
+
+class Scope:
+    """Says which tensors and modules belong to others: to the module that is trained.
+
+    Args:
+        tensors: whose memory is not copied, nor that of their gradients and views.
+        modules: not looked into.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:
+        self._tensors, self._of = tensors, modules
+
+    @cached_property
+    def _memory(self) -> set[int]:
+        return {
+            each.untyped_storage().data_ptr()
+            for tensor in self._tensors
+            for each in (tensor, tensor.grad)
+            if each is not None and each.numel()
+        }
+
+    @cached_property
+    def _modules(self) -> set[int]:
+        return {id(module) for module in self._of}
+
+    def holds(self, value: Any) -> bool:
+        if isinstance(value, Tensor):
+            plain = value.layout is torch.strided and value.numel()
+            return not plain or value.untyped_storage().data_ptr() in self._memory
+        return isinstance(value, nn.Module) and id(value) in self._modules
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """Stands for content that is not copied; it differs once that has been changed."""
+
+    seen: Any
+
+
+class Kept:
+    """A value and a copy of its content: put back, it is the same object with that content.
+
+    Args:
+        value: a number, text, tensor, array, random stream, or a container or object of these.
+            Others are kept as they are.
+        scope: what belongs to others.
+        large: bytes from which on a tensor is not copied.
+    """
+
+    __slots__ = ("content", "value")
+
+    def __init__(
+        self, value: Any, scope: Scope, large: float = _LARGE, around: tuple[int, ...] = ()
+    ) -> None:
+        self.value = value
+        self.content: Any = None
+        if isinstance(value, _NUMBERS) or scope.holds(value) or id(value) in around:
+            return
+        if isinstance(value, Tensor):
+            small = value.numel() * value.element_size() <= large
+            copied = value.detach().clone() if small else None
+            self.content = TooLarge(_place(value)) if copied is None else copied
+        elif isinstance(value, np.ndarray):
+            self.content = TooLarge(None) if value.nbytes > large else value.copy()
+        elif (stream := _stream(value)) is not None:
+            self.content = stream[0](value)
+        elif (parts := _parts(value)) is not None and len(around) < _DEEP:
+            within = (*around, id(value))
+            many = len(parts) > _MANY
+            self.content = (
+                TooLarge(len(parts))
+                if many
+                else {key: Kept(each, scope, large, within) for key, each in parts.items()}
+            )
+
+    def same(self, value: Any) -> bool:
+        """Return whether a value has this content; NaN equals NaN."""
+        if isinstance(self.content, Tensor):
+            return isinstance(value, Tensor) and _equal(value, self.content)
+        if isinstance(self.content, np.ndarray):
+            return isinstance(value, np.ndarray) and _equal_arrays(value, self.content)
+        if isinstance(self.content, TooLarge):
+            return value is self.value and self.content.seen == _seen(value)
+        if self.content is None:
+            if isinstance(self.value, _NUMBERS) and isinstance(value, _NUMBERS):
+                nan = value != value and self.value != self.value
+                return type(value) is type(self.value) and bool(value == self.value or nan)
+            return value is self.value
+        if type(value) is not type(self.value):
+            return False
+        if (stream := _stream(value)) is not None:
+            return _equal_states(stream[0](value), self.content)
+        parts = _parts(value)
+        return (
+            parts is not None
+            and len(parts) == len(self.content)
+            and all(key in parts and kept.same(parts[key]) for key, kept in self.content.items())
+        )
+
+    def alike(self, other: Kept) -> bool:
+        """Return whether two workers' values have the same content."""
+        one, two = self.content, other.content
+        if isinstance(one, dict) and isinstance(two, dict) and _stream(self.value) is None:
+            known = one.keys() == two.keys()
+            return known and all(kept.alike(two[key]) for key, kept in one.items())
+        if one is None or two is None or isinstance(one, TooLarge):
+            return one is two and self.same(other.value)
+        return _equal_states(one, two)
+
+    def grown(self, value: Any, scope: Scope) -> bool:
+        """Return whether it is a list to which entries have been added, and keep these too."""
+        known = self.content
+        if type(value) is not list or value is not self.value or not isinstance(known, dict):
+            return False
+        if len(value) <= len(known) or not all(known[i].same(value[i]) for i in range(len(known))):
+            return False
+        more = {i: Kept(value[i], scope) for i in range(len(known), len(value))}
+        self.content = TooLarge(None) if len(value) > _MANY else known | more
+        return True
+
+    @property
+    def large(self) -> bool:
+        """Whether it holds what has not been copied."""
+        if isinstance(self.content, dict) and _stream(self.value) is None:
+            return any(each.large for each in self.content.values())
+        return isinstance(self.content, TooLarge)
+
+    def put(self) -> Any:
+        """Return the value, with the content that was kept."""
+        value, content = self.value, self.content
+        if content is None or isinstance(content, TooLarge):
+            return value
+        if isinstance(value, Tensor):
+            if value.shape == content.shape and value.dtype == content.dtype:
+                if not _equal(value, content):
+                    value.detach().copy_(content)
+            else:
+                value.data = content.clone()
+        elif isinstance(value, np.ndarray):
+            value[...] = content
+        elif (stream := _stream(value)) is not None:
+            stream[1](value, content)
+        else:
+            _refill(value, {key: kept.put() for key, kept in content.items()})
+        return value
+
+
+def _place(value: Tensor) -> tuple[int, int]:
+    return value.data_ptr(), value._version
+
+
+def _seen(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _place(value)
+    parts = _parts(value)
+    return None if parts is None or type(value) is list else len(parts)
+
+
+def _stream(value: Any) -> Any:
+    return next((both for kind, both in _READ.items() if isinstance(value, kind)), None)
+
+
+def is_stream(value: Any) -> bool:
+    """Return whether it is a random stream whose state can be read and set."""
+    return _stream(value) is not None
+
+
+def own_stream(stream: Any) -> Any:
+    """Return a stream of its own that continues as this one does."""
+    if not isinstance(stream, torch.Generator):
+        return copy.deepcopy(stream)
+    return torch.Generator(stream.device).set_state(stream.get_state())
+
+
+def _parts(value: Any) -> Any:
+    """Return what a container or an object of the user holds, by key; None for anything else."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    if isinstance(value, set):
+        return dict.fromkeys(value)
+    if isinstance(value, nn.Module):
+        parts = {f"{n}.{k}": v for n, m in value.named_modules() for k, v in fields_of(m).items()}
+        return parts | dict(value.named_parameters()) | dict(value.named_buffers())
+    if isinstance(value, _SHARED) or callable(value) or not hasattr(value, "__dict__"):
+        return None
+    if isinstance(value, LRScheduler) or package_of(type(value)) not in _LIBRARIES:
+        return vars(value)
+    return None
+
+
+def _refill(value: Any, parts: Mapping[Any, Any]) -> None:
+    if isinstance(value, dict):
+        value.clear()
+        value.update(parts)
+    elif isinstance(value, list):
+        value[:] = parts.values()
+    elif isinstance(value, deque):
+        value.clear()
+        value.extend(parts.values())
+    elif isinstance(value, set):
+        value.clear()
+        value.update(parts)
+    elif isinstance(value, nn.Module):
+        for name, module in value.named_modules():
+            own = {k: parts[f"{name}.{k}"] for k in fields_of(module) if f"{name}.{k}" in parts}
+            vars(module).update(own)
+    elif not isinstance(value, tuple):
+        vars(value).clear()
+        vars(value).update(parts)
+
+
+def package_of(kind: Any) -> str:
+    """Return the name of the package that a class or a function is from."""
+    return str(kind.__module__).partition(".")[0]
+
+
+_MODULES = frozenset(vars(nn.Module()))
+
+
+def fields_of(module: nn.Module) -> dict[str, Any]:
+    """Return what a module keeps besides parameters, buffers and modules; of torch's, nothing."""
+    kinds = {package_of(kind) for kind in type(module).__mro__}
+    if package_of(type(module)) == "torch" or "torchmetrics" in kinds:  # synchronised by itself
+        return {}
+    return {name: each for name, each in vars(module).items() if name not in _MODULES}
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    if torch.equal(one.detach(), other):
+        return True
+    nan = one.detach().isnan() if one.is_floating_point() or one.is_complex() else None
+    if nan is None or not nan.any() or not torch.equal(nan, other.isnan()):
+        return False
+    return torch.equal(one.detach()[~nan], other[~nan])
+
+
+def _equal_arrays(one: Any, other: Any) -> bool:
+    same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return same and bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
+
+
+def _equal_states(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and _equal(one, other)
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and _equal_arrays(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal_states(one[k], other[k]) for k in one)
+    return bool(one == other)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What holds values of a worker.
+
+    Attributes:
+        label: names it in messages, after the name of a value; each has another one.
+        values: by name.
+        left_out: names of values that are common, or kept elsewhere.
+        large: bytes from which on a tensor is not copied.
+    """
+
+    label: str
+    values: dict[str, Any]
+    left_out: frozenset[str] = frozenset()
+    large: float = _LARGE
+
+
+Key = tuple[str, str]
+
+
+class OwnState:
+    """Lets each simulated worker have its own numbers, tensors, queues and random streams.
+
+    One that changes in a worker's turn is that worker's from then on, such as Prodigy's ``d`` or a
+    number that ``training_step`` counts up. One that changes between turns, as a scheduler sets a
+    learning rate, is common to all. Between turns holders have worker 0's. A list that only grows
+    stays common to all, as a record.
+
+    Args:
+        workers: W.
+        holders: returns what holds the values, and what belongs to others.
+        differing: called with label and name of a value that changes between turns while workers
+            have different ones.
+        too_large: called with label and name of a value that changes in a turn and was too large
+            to be kept for each worker.
+
+    Attributes:
+        present: whose turn it is, or None.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        holders: Callable[[], tuple[list[Holder], Scope]],
+        differing: Callable[[str, str], None],
+        too_large: Callable[[str, str], None],
+    ) -> None:
+        self._workers, self._holders = workers, holders
+        self._differing, self._too_large = differing, too_large
+        self.present: int | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Let all workers have the values that holders have next."""
+        self._common: dict[Key, Kept] = {}
+        self._own: list[dict[Key, Kept]] = [{} for _ in range(self._workers)]
+
+    def enter(self, worker: int | None) -> None:
+        """Begin a worker's turn, or with None none's."""
+        if worker == self.present:
+            return
+        holders, scope = self._holders()
+        changed = self._changes(holders, scope)
+        if self.present is not None:
+            for key in [key for key, kept in changed.items() if kept.large]:
+                if key in self._common:
+                    self._too_large(*key)
+                    self._common[key] = changed.pop(key)
+            self._own[self.present] |= changed
+        else:
+            self._share(changed)
+        self.present = worker
+        self._put(holders, worker or 0)
+
+    @contextmanager
+    def own(self, worker: int | None) -> Iterator[None]:
+        """Begin a worker's turn, and at the end the one before."""
+        before = self.present
+        self.enter(worker)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def _share(self, changed: dict[Key, Kept]) -> None:
+        """Give all workers what has been changed between turns."""
+        for key, kept in changed.items():
+            known = [own.get(key, self._common.get(key)) for own in self._own]
+            first = known[0]
+            if first is not None and any(
+                each is None or not first.alike(each) for each in known[1:]
+            ):
+                if _stream(kept.value) is not None:  # each worker's goes on where it is
+                    self._own[0][key] = kept
+                    continue
+                self._differing(*key)
+            self._common[key] = kept
+            for own in self._own:
+                own.pop(key, None)
+
+    def _changes(self, holders: list[Holder], scope: Scope) -> dict[Key, Kept]:
+        """Return the values that are not those of the worker that is present."""
+        known = self._common | self._own[self.present or 0]
+        changed: dict[Key, Kept] = {}
+        for holder in holders:
+            for name, value in holder.values.items():
+                key = (holder.label, name)
+                if name in holder.left_out or (key in known and known[key].same(value)):
+                    continue
+                apart = any(key in own for own in self._own)
+                if apart or key not in known or not known[key].grown(value, scope):
+                    changed[key] = Kept(value, scope, holder.large)
+        return changed
+
+    def _put(self, holders: list[Holder], worker: int) -> None:
+        if not any(self._own):
+            return
+        given = self._common | self._own[worker]
+        apart = {key for own in self._own for key in own}
+        for holder in holders:
+            for name in [name for name in holder.values if (holder.label, name) in apart]:
+                if (holder.label, name) not in given:  # another worker's turn has added it
+                    del holder.values[name]
+        places = {holder.label: holder.values for holder in holders}
+        for label, name in apart & given.keys():
+            kept, values = given[label, name], places.get(label)
+            if values is not None and not (name in values and kept.same(values[name])):
+                values[name] = kept.put()
+
+
+_GLOBAL = {
+    "torch": torch.default_generator,
+    "python": random._inst,
+    "numpy": np.random.mtrand._rand,
+}
+
+
+def random_holder(device: torch.device) -> Holder:
+    """Return the global random streams, of which each process has its own."""
+    streams = dict(_GLOBAL)
+    if device.type == "cuda":
+        streams["cuda"] = torch.cuda.default_generators[device.index or 0]
+    return Holder("random numbers", streams)
+
+
+def module_holders(module: Any) -> list[Holder]:
+    """Return what a LightningModule, its parts and the user's callbacks keep, and schedulers."""
+    base = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+    lightning = frozenset(vars(base())) | _MODULES | {"on_train_batch_end"}
+    held = [
+        Holder(name or type(module).__name__, vars(part), lightning if part is module else _MODULES)
+        for name, part in module.named_modules()
+        if part is module or fields_of(part)
+    ]
+    trainer = module.trainer
+    for index, callback in enumerate(trainer.callbacks):
+        if is_users(callback):
+            label = f"callbacks[{index}], {type(callback).__name__}"
+            held.append(Holder(label, vars(callback), frozenset({"on_train_batch_end"})))
+    for index, config in enumerate(trainer.lr_scheduler_configs):
+        held.append(Holder(f"lr_schedulers[{index}]", vars(config.scheduler)))
+    return held
+
+
+def is_users(callback: Any) -> bool:
+    """Return whether a callback has nothing of Lightning's own callbacks but their base."""
+    of_lightning = {"lightning", "lightning_gc", "pytorch_lightning"}
+    kinds = [kind for kind in type(callback).__mro__ if package_of(kind) in of_lightning]
+    return all(kind.__name__ == "Callback" for kind in kinds)
+
+
+_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) - {"defaults"}
+
+
+def optimizer_holders(parts: list[Any]) -> list[Holder]:
+    """Return what optimizers keep their settings in; groups that several share once."""
+    groups = {id(group): group for part in parts for group in part.param_groups}
+    held = [
+        Holder(f"param_groups[{index}] of the optimizer", group, frozenset({"params"}))
+        for index, group in enumerate(groups.values())
+    ]
+    for index, part in enumerate(parts):
+        label = f"{type(part).__name__}{f' {index}' * bool(index)}"
+        held.append(Holder(label, vars(part), _OPTIMIZER))
+    return held
