@@ -190,7 +190,7 @@ class Auto(Controller):
     def ending(self, state: State) -> str:
         cost, whole = state["spent"], max(state["seconds"], state["spent"])
         cost_line = f" Measuring cost {cost:.3g} s of the {whole:.3g} s of this training."
-        if state["short"]:
+        if state.get("short"):  # absent in older checkpoints
             return f"auto: uncompressed, since {state['short']} steps are too few to measure."
         if not state["took"]:
             return f"auto: uncompressed, training ended before a method was chosen.{cost_line}"
