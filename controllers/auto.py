@@ -163,7 +163,7 @@ class Auto(Controller):
         }
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        new = dict(state)
+        new = {"short": 0} | state  # absent in older checkpoints
         given = observation.each_step
         skipped = min(new["skip"], len(given))
         new["skip"] -= skipped
@@ -190,7 +190,7 @@ class Auto(Controller):
     def ending(self, state: State) -> str:
         cost, whole = state["spent"], max(state["seconds"], state["spent"])
         cost_line = f" Measuring cost {cost:.3g} s of the {whole:.3g} s of this training."
-        if state.get("short"):  # absent in older checkpoints
+        if state.get("short"):
             return f"auto: uncompressed, since {state['short']} steps are too few to measure."
         if not state["took"]:
             return f"auto: uncompressed, training ended before a method was chosen.{cost_line}"
