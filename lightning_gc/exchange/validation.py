@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPSink
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from lightning_gc import controllers
 from lightning_gc.compressors import Compressor
@@ -127,7 +127,7 @@ def refuse_lazy(module: nn.Module) -> None:
     """Raise ValueError for a lazy module: workers compare shapes before the first batch."""
     for name, child in module.named_modules():
         own = (*child.parameters(recurse=False), *child.buffers(recurse=False))
-        if any(isinstance(tensor, UninitializedTensorMixin) for tensor in own):
+        if any(is_lazy(tensor) for tensor in own):
             raise ValueError(
                 f"{name or 'The module'} is {type(child).__name__}, whose tensors have no shape "
                 f"before a first forward pass, but workers compare shapes before training. Give "
