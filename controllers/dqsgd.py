@@ -16,7 +16,7 @@ def check_bits_of(controller: Controller, knob: KnobLike | None) -> None:
     if knob is None or knob.field != "bits":
         has = "has no level" if knob is None else f"has the level {knob.field}"
         raise ValueError(
-            f"{controller!r} sets the bits of a quantiser, but this compressor {has}; use QSGD(4)."
+            f"{controller} sets the bits of a quantiser, but this compressor {has}; use QSGD(4)."
         )
 
 
@@ -25,7 +25,7 @@ def check_order(controller: Controller, low: float, first: float, high: float) -
     bits = (low, first, high)
     if not 2 <= low <= first <= high <= 16 or any(each != int(each) for each in bits):
         raise ValueError(
-            f"{controller!r}: bits count the sign, are whole numbers in 2..16, and rise from low "
+            f"{controller}: bits count the sign, are whole numbers in 2..16, and rise from low "
             f"over bits to high; use low=2, bits=4, high=8."
         )
 

@@ -61,9 +61,13 @@ class EitherLightning(metaclass=ABCMeta):  # noqa: B024 - not ABC: a base would 
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return an object for the Lightning package that the program has imported."""
-        joined = cls if package_of(cls) else class_for(cls, lightning(cls._packages))
-        made: Self = super().__new__(joined)
+        made: Self = super().__new__(cls.as_called())
         return made
+
+    @classmethod
+    def as_called(cls) -> Any:
+        """Return the class with the name that users call, joined with their package's."""
+        return cls if package_of(cls) else class_for(cls, lightning(cls._packages))
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:

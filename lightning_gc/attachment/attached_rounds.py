@@ -374,7 +374,8 @@ class AttachedRounds(Attached):
             self.refuse_unsynchronised()
         self.meeting.island.sent_bytes += self._inside_bytes  # of the step's gradients
         optimizers = self._setup.optimizers()
-        rate = max(float(group["lr"]) for group in optimizers[0].param_groups)
+        # A Trainer without an optimizer has one without groups.
+        rate = max((float(group["lr"]) for group in optimizers[0].param_groups), default=0.0)
         if not finished(self.rounds.stepped(ends, rate)):
             reset_poisoned(optimizers, self.parts)
 

@@ -22,7 +22,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.automatic import IN_FSDP, permitted, refuse_auto
-from lightning_gc.exchange.validation import make_controller
+from lightning_gc.exchange.validation import check_timeout, make_controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -68,7 +68,7 @@ class FSDPArguments(TypedDict, total=False):
 
 def attach(
     module: DistributedDataParallel | FSDPModule,
-    compressor: Compressor | str,
+    compressor: Compressor | str | None = None,
     memory: Memory | str | None = None,
     scheme: Scheme | str | None = None,
     controller: Controller | str | None = None,
@@ -97,8 +97,8 @@ def attach(
         module: a ``DistributedDataParallel`` module without a communication hook, or one that
             ``fully_shard`` was called on, after all of its parts. Or ``torch.compile`` of either,
             before its first forward pass.
-        compressor: an instance, or a name from the registry. As with ``CompressedDDPStrategy``, a
-            bare one works per parameter; see ``min_numel``.
+        compressor: required: an instance, or a name from the registry. As with
+            ``CompressedDDPStrategy``, a bare one works per parameter; see ``min_numel``.
         memory: the error feedback rule; the compressor's default if left out.
         scheme: how payloads become a mean; the compressor's default if left out.
         controller: chooses levels; the training loop calls ``begin_epoch`` or ``begin_batch``.
@@ -149,6 +149,9 @@ def attach(
     weights, weights_controller = fsdp.get("weights"), fsdp.get("weights_controller")
     hops, workers_per_node = fsdp.get("hops", 1), fsdp.get("workers_per_node")
     _refuse_unknown(fsdp)
+    if compressor is None:
+        raise ValueError("attach needs a compressor; write attach(module, QSGD(4)).")
+    check_timeout("attach", timeout)
     module = _uncompiled(module)
     _refuse_other_modules(module)
     model = cast(nn.Module, module)
@@ -177,7 +180,7 @@ def attach(
     for name, given in {"controller": controller, "weights_controller": weights_controller}.items():
         if given is not None and not its and (decides or given is weights_controller):
             raise ValueError(
-                f"attach(..., {name}={given!r}): a controller sees the learning rates; give "
+                f"attach(..., {name}={given}): a controller sees the learning rates; give "
                 f"optimizers=optimizer."
             )
     if isinstance(module, DistributedDataParallel):

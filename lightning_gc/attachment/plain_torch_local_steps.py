@@ -32,7 +32,7 @@ from lightning_gc.controllers import Budget, Controller
 from lightning_gc.core.settings import CheckedCalls, parted, takes_fields, unknown_argument
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS, refuse_auto
-from lightning_gc.exchange.validation import check_controller
+from lightning_gc.exchange.validation import check_controller, check_timeout, refuse_lazy
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import reshard
 from lightning_gc.local_steps import RoundPlan
@@ -188,14 +188,20 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         **rounds: Any,
     ) -> None:
         owner = type(self).__name__
+        if isinstance(optimizer, Compressor) or isinstance(compressor, Optimizer):
+            raise ValueError(
+                f"{owner}: the order is model, optimizer, compressor; write "
+                f"{owner}(model, optimizer, QSGD(4))."
+            )
+        check_timeout(owner, timeout)
         fields, unknown = parted(RoundPlan, rounds)
         plan = RoundPlan(owner=owner, **fields)
         _refuse_unknown(type(self), unknown)
         refuse_auto(owner, compressor, controller, WITH_LOCAL_STEPS)
         if isinstance(plan.every, Budget):
             raise ValueError(
-                f"{owner}(every={plan.every!r}): only the loop can say when a batch begins; give "
-                f"controller={plan.every!r}, and call begin_batch before each batch."
+                f"{owner}(every={plan.every}): only the loop can say when a batch begins; give "
+                f"controller={plan.every}, and call begin_batch before each batch."
             )
         configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         parts = configuration.compressor, configuration.memory
@@ -425,7 +431,7 @@ class LoopSteps:
 
     def __init__(self, local: LocalSteps, module: nn.Module, count: StepCount, scaler: Any) -> None:
         self._local, self._count, self._scaler = local, count, scaler
-        self._scaling = self._ended = False
+        self._scaling = self._ended = self._fills = False
         self._owner = owner = type(local).__name__
         rounds = local.rounds
 
@@ -460,6 +466,9 @@ class LoopSteps:
 
     def _before(self) -> None:
         """Refuse a step that would be lost, or be taken for another one."""
+        self._fills = fills_state(self._count.optimizer)
+        if self._fills:
+            return
         if not self._count.entered:
             raise RuntimeError(
                 f"{self._owner}(elastic=...): the worker has not come into the run yet, and would "
@@ -468,6 +477,8 @@ class LoopSteps:
         self.changes.judge(self.own.begun)
 
     def _after(self) -> None:
+        if self._fills:
+            return
         if self._scaler is None:
             self._local.stepped()
         elif not self._scaling:
@@ -493,6 +504,18 @@ class LoopSteps:
             return output
 
         scaler.step = counted
+
+
+def fills_state(optimizer: Optimizer) -> bool:
+    """Return whether a step only creates the optimizer's state, as for loading a checkpoint.
+
+    ``torch.distributed.checkpoint`` makes one at a rate of 0 with gradients of zeros.
+    """
+    groups = optimizer.param_groups
+    if optimizer.state or any(float(group["lr"]) != 0 for group in groups):
+        return False
+    grads = [param.grad for group in groups for param in group["params"]]
+    return all(grad is None or not bool(grad.any()) for grad in grads)
 
 
 class OutsideChanges:
@@ -608,6 +631,7 @@ def _judged(
 ) -> Optimizer:
     """Return the optimizer that torch knows; refuse it or the module."""
     _refuse_model(plan.owner, model, plan.island)
+    refuse_lazy(model)
     place.refuse_module(plan.owner, model)
     if plan.island > 1:
         reshard(model)

@@ -123,18 +123,25 @@ def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T])
         return known[value]()
     if isinstance(value, type) and issubclass(value, base):
         raise ValueError(f"{value.__name__} is a class; give an instance of it: {_call(value)}.")
-    close = closest(value, known)
+    close = closest(value, known) if isinstance(value, str) else None
     if close is not None:
         that_name = "" if required_fields(known[close]) else "that name, or "
         raise ValueError(
             f"{value!r} is not a {kind}{did_you_mean(value, known)}; give {that_name}an instance: "
             f"{_call(known[close])}."
         )
-    choices = ", ".join(f"{name!r}" for name in sorted(known))
+    example = next(filter(None, map(known.get, _TYPICAL)), next(iter(known.values())))
+    given = repr(value) if isinstance(value, str | int | float | None) else _a(value)
+    names = kind[:-1] + "ies" if kind.endswith("y") else f"{kind}s"
     raise ValueError(
-        f"{value!r} is not a {kind}; give an instance, such as "
-        f"{_call(next(iter(known.values())))}, or one of the names {choices}."
+        f"{given} is not a {kind}; give an instance, such as {_call(example)}, or a name. "
+        f"lightning-gc list {names} prints all names."
     )
+
+
+def _a(value: object) -> str:
+    """Return what a value is, where its text may be of any length."""
+    return f"an object of {type(value).__name__}"
 
 
 def did_you_mean(value: object, known: Collection[str]) -> str:
@@ -153,6 +160,10 @@ _MEANT = {
     "residuals": "error_feedback",
 }
 """Names used in the literature -> our names, where the spelling is too different to match."""
+
+
+_TYPICAL = ("qsgd", "error_feedback", "all_gather", "fixed")
+"""Names of examples for those who have none in mind: what one may begin with."""
 
 
 def closest(value: object, known: Collection[str]) -> str | None:

@@ -19,6 +19,9 @@ _SHARE = "density"
 """Field that is a share of elements, in every class: see "Words" in CONTRIBUTING."""
 
 
+_EXAMPLES = {"compressor": "QSGD(4)"}
+"""Argument -> a value with which one may begin."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -61,7 +64,8 @@ def _takes(cls: type) -> dict[str, inspect.Parameter]:
 
 def _wrong_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return what is wrong with the arguments of a call, or an empty text."""
-    name, takes = cls.__name__, list(_takes(cls).values())
+    name = getattr(cls, "as_called", lambda: cls)().__name__
+    takes = list(_takes(cls).values())
     open_ended = {each.kind for each in takes}
     named = [each for each in takes if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     in_order = [each.name for each in named if each.kind is not each.KEYWORD_ONLY]
@@ -78,7 +82,7 @@ def _wrong_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> st
     missing = [e.name for e in named if e.default is e.empty and e.name not in given]
     if not missing:
         return ""
-    words = [*(["..."] if given else []), *(f"{each}=..." for each in missing)]
+    words = [*(["..."] if given else []), *(f"{e}={_EXAMPLES.get(e, '...')}" for e in missing)]
     return f"{name} needs {_listed(missing)}; write {name}({', '.join(words)})."
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPSink
+from torch.nn.parameter import is_lazy
 
 from lightning_gc import controllers
 from lightning_gc.compressors import Compressor
@@ -109,6 +111,28 @@ def check_optimizers(
             f"0.5 nats: write betas=(0.0, 0.999), and tune the learning rate again.",
             stacklevel=2,
         )
+
+
+def check_timeout(owner: str, timeout: Any) -> None:
+    """Raise ValueError for a timeout that is not a ``timedelta``: torch fails late on a number."""
+    if timeout is not None and not isinstance(timeout, timedelta):
+        number = timeout if isinstance(timeout, int | float) else 60
+        raise ValueError(
+            f"{owner}(timeout={timeout!r}): give a timedelta; write "
+            f"timeout=timedelta(seconds={number})."
+        )
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Raise ValueError for a lazy module: workers compare shapes before the first batch."""
+    for name, child in module.named_modules():
+        own = (*child.parameters(recurse=False), *child.buffers(recurse=False))
+        if any(is_lazy(tensor) for tensor in own):
+            raise ValueError(
+                f"{name or 'The module'} is {type(child).__name__}, whose tensors have no shape "
+                f"before a first forward pass, but workers compare shapes before training. Give "
+                f"its sizes, or run a batch through the model in __init__ or configure_model."
+            )
 
 
 def refuse_unknown_device(device: torch.device) -> None:

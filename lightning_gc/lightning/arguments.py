@@ -17,6 +17,7 @@ from lightning_gc.compressors import COMPRESSORS, Compressor
 from lightning_gc.core.notices import say
 from lightning_gc.core.settings import parameters_of, unknown_argument
 from lightning_gc.exchange.bucketing import RECORDED, WRITTEN, cap_on_cuda, caps, layout
+from lightning_gc.exchange.validation import check_timeout
 from lightning_gc.lightning.api import StrategyAPI
 
 ELSEWHERE = {"error_feedback": "; memory=NoMemory() turns it off, memory=ErrorFeedback() on"}
@@ -119,6 +120,7 @@ def refuse_unknown(
         given: the arguments.
         takes_the_rest: what gets those that no base takes.
     """
+    check_timeout(strategy.__name__, given.get("timeout"))
     known = [name for each in (*_makers(strategy), *takes_the_rest) for name in _arguments(each)]
     for name, value in given.items():
         if name not in known:

@@ -22,7 +22,7 @@ from lightning_gc.engine import Engine
 from lightning_gc.exchange import Configuration, Workers, configure
 from lightning_gc.exchange.automatic import permitted, refuse_auto
 from lightning_gc.exchange.peers import Parts
-from lightning_gc.exchange.validation import check_controller, check_optimizers
+from lightning_gc.exchange.validation import check_controller, check_optimizers, refuse_lazy
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import learning_rates_of
 from lightning_gc.flavours import EitherLightning, package_of
@@ -318,6 +318,11 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         """Return figures of the last exchange for the monitor, besides its own."""
         return {} if self._attached is None else self._attached.figures()
 
+    def setup(self, trainer: Any) -> None:
+        """Refuse lazy modules; then as Lightning's."""
+        refuse_lazy(self.lightning_module)
+        super().setup(trainer)
+
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; refuse settings that conflict with the memory."""
         super().setup_optimizers(trainer)
@@ -389,6 +394,7 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
             super().setup_distributed()
 
     def setup(self, trainer: Any) -> None:
+        refuse_lazy(self.lightning_module)  # what follows compares tensors
         unshare(self.lightning_module)
         warn_of_blocking_waits(trainer)
         self._handle_sigterm_as_lightning = note_only(trainer)

@@ -21,7 +21,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.automatic import permitted
-from lightning_gc.exchange.validation import check_agreement, check_controller
+from lightning_gc.exchange.validation import check_agreement, check_controller, refuse_lazy
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import model_in_words
 from lightning_gc.flavours import FABRICS, EitherLightning, package_of
@@ -157,6 +157,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module in ``DistributedDataParallel`` and compress what that exchanges."""
         self._refuse_rates_unknown(module)
+        refuse_lazy(module)
         # DDP broadcasts by the own sizes of each.
         check_agreement({}, Distributed(), self.root_device, model_in_words(module))
         with bucket_size(self, module, waits=self.configuration.waits(self.world_size)):

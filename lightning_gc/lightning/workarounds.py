@@ -287,6 +287,14 @@ class SingleTrainer(StrategyAPI):
     _owner = "Trainer"
 
     @property
+    def state_key(self) -> str:
+        """Refuse to be a callback, whose key a Trainer asks for."""
+        name = type(self).__name__
+        raise ValueError(
+            f"{name} is a strategy, not a callback; write {self._owner}(strategy={name}(...))."
+        )
+
+    @property
     def _accelerator(self) -> Any:
         if self._taken:
             raise ValueError(

@@ -123,10 +123,15 @@ def in_fragments(params: Mapping[str, Tensor], number: int, outer: Outer) -> lis
     Raises:
         ValueError: fewer parameters than fragments.
     """
+    if not params:
+        raise ValueError(
+            "No parameter of the model is trained, so there is nothing to exchange. Set "
+            "requires_grad=True for some, or use one device."
+        )
     if number > len(params):
         raise ValueError(
             f"LocalStepsStrategy(fragments={number}): the model has {len(params)} trained "
-            f"parameters; use fragments={max(len(params), 1)} or fewer."
+            f"parameters; use fragments={len(params)} or fewer."
         )
     parts: list[dict[str, Tensor]] = [{} for _ in range(number)]
     total, seen, index = sum(p.numel() for p in params.values()), 0, 0

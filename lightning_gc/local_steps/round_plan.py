@@ -414,12 +414,12 @@ class RoundPlan:
             return
         if controller.needs.errors or controller.needs.scale:
             raise ValueError(
-                f"{self.owner}(controller={controller!r}): it computes with gradients and learning "
+                f"{self.owner}(controller={controller}): it computes with gradients and learning "
                 f"rates, but differences of weights contain both; use Accordion or a Schedule."
             )
         if controller.needs.rounds and self.growing is not None:
             raise ValueError(
-                f"{self.owner}(every={self.every!r}, controller={controller!r}): both set the "
+                f"{self.owner}(every={self.every}, controller={controller}): both set the "
                 f"steps of a round; give every=8, say, or another controller."
             )
         for steps in controller.needs.rounds:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lightning_gc import Identity, LocalSteps, Together
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedLocalStepsStrategy
@@ -515,3 +516,26 @@ def test_a_fit_is_told() -> None:
         for name, (_, words) in FITS.items():
             told = words in said[name] or (name == "one round" and worker == 1)
             assert told, (worker, name, said[name])
+
+
+def filled(worker: int) -> list[str]:
+    """Let torch fill an empty state by a step at a rate of 0, then make a round of two steps."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    found = []
+    with LocalSteps(net, optimizer, Identity(), every=2):
+        get_optimizer_state_dict(net, optimizer)
+        assert optimizer.state
+        for x in own_batches(worker, 2, 4):
+            optimizer.zero_grad()
+            net(x[:, :4]).square().mean().backward()
+            optimizer.step()
+            found.append(digest(net))
+    return found
+
+
+def test_a_step_that_fills_an_optimizer_is_no_step_of_a_round() -> None:
+    zero, one = run_in_processes(filled, 2)
+    assert [a == b for a, b in zip(zero, one, strict=True)] == [False, True]

@@ -73,7 +73,16 @@ MISTAKES = [
     ),
     (
         "CompressedDDPStrategy('wavelet')",
-        "'wavelet' is not a compressor; give ..., or one of the names ...'topk'...",
+        "'wavelet' is not a compressor; give an instance, such as QSGD(), or a name. lightning-gc "
+        "list compressors prints all names.",
+    ),
+    (
+        "CompressedDDPStrategy(None)",
+        "None is not a compressor; give an instance, such as QSGD(), or a name. ...",
+    ),
+    (
+        "CompressedDDPStrategy({'bits': 4})",
+        "an object of dict is not a compressor; give an instance, such as QSGD(), or a name. ...",
     ),
     # numbers
     (
@@ -197,7 +206,26 @@ MISTAKES = [
     ),
     (
         "CompressedDDPStrategy()",
-        "CompressedDDPStrategy needs compressor; write CompressedDDPStrategy(compressor=...).",
+        "CompressedDDPStrategy needs compressor; write CompressedDDPStrategy(compressor=QSGD(4)).",
+    ),
+    ("attach(MODULE)", "attach needs a compressor; write attach(module, QSGD(4))."),
+    (
+        "LocalSteps(MODULE, QSGD(4), SGD, every=2)",
+        "LocalSteps: the order is model, optimizer, compressor; write LocalSteps(model, optimizer, "
+        "QSGD(4)).",
+    ),
+    (
+        "CompressedDDPStrategy(QSGD(4), timeout=60)",
+        "CompressedDDPStrategy(timeout=60): give a timedelta; write timeout=timedelta(seconds=60).",
+    ),
+    ("CompressedFabricStrategy(QSGD(4), timeout=60)", "CompressedFabricStrategy(timeout=60): ..."),
+    ("CompressedFSDPStrategy(QSGD(4), timeout=60)", "CompressedFSDPStrategy(timeout=60): ..."),
+    ("LocalStepsStrategy(QSGD(4), timeout=60)", "LocalStepsStrategy(timeout=60): ..."),
+    ("attach(MODULE, QSGD(4), timeout=60)", "attach(timeout=60): give a timedelta; ..."),
+    (
+        "CompressedDDPStrategy(QSGD(4)).state_key",
+        "CompressedDDPStrategy is a strategy, not a callback; write "
+        "Trainer(strategy=CompressedDDPStrategy(...)).",
     ),
     (
         "SimulatedDDPStrategy(TopK(0.01))",
@@ -205,7 +233,7 @@ MISTAKES = [
     ),
     (
         "SimulatedLocalStepsStrategy()",
-        "SimulatedLocalStepsStrategy needs compressor; write ...(compressor=...).",
+        "SimulatedLocalStepsStrategy needs compressor; write ...(compressor=QSGD(4)).",
     ),
     ("CompressedFabricStrategy()", "CompressedFabricStrategy needs compressor; write ..."),
     ("SizeSwitch()", "SizeSwitch needs inner; write SizeSwitch(inner=...)."),
@@ -312,6 +340,8 @@ def test_each_gets_its_sentence(code: str, sentence: str | None) -> None:
     names = {name: getattr(lightning_gc, name) for name in lightning_gc.__all__}
     names |= {"controllers": controllers, "the_others": for_lightning, "Trainer": pl.Trainer}
     names |= {"FIXED": controllers.Fixed(0.1), "Fabric": Fabric}
+    linear = torch.nn.Linear(2, 2)
+    names |= {"MODULE": linear, "SGD": torch.optim.SGD(linear.parameters(), lr=0.1)}
     names |= {"Halves": Halves, "Observation": Observation, "decision_of": decision_of}
     if sentence is None:
         eval(code, names)  # noqa: S307 - the rows above
@@ -471,3 +501,31 @@ def test_few_names_are_listed_and_all_are_answered() -> None:
         registry.get("nonsense")
     fabrics: Any = STRATEGY_REGISTRY
     assert {name for name in fabrics if name in fabrics.ours} == methods | {"compressed_ddp"}
+
+
+class LazyNet(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = torch.nn.LazyLinear(4)
+
+
+class Idle(Plain):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+FITS = (
+    "CompressedDDPStrategy(QSGD(4))",
+    "SimulatedDDPStrategy(QSGD(4), workers=2)",
+    "SimulatedLocalStepsStrategy(QSGD(4), workers=2, every=2)",
+)
+
+
+@pytest.mark.parametrize("code", FITS)
+def test_lazy_modules_get_a_sentence_and_no_optimizer_is_needed(code: str) -> None:
+    """Torch's own words name no module of the user's; a fit without optimizer runs as on one."""
+    names = {name: getattr(lightning_gc, name) for name in lightning_gc.__all__}
+    with unwarned():
+        fit(eval(code, names), Idle, common_batches(2, 4))  # noqa: S307 - the rows above
+        with pytest.raises(ValueError, match="lazy is LazyLinear, whose tensors have no shape"):
+            fit(eval(code, names), LazyNet, common_batches(2, 4))  # noqa: S307 - the rows above

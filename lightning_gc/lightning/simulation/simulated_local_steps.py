@@ -284,7 +284,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
             again = _Once(result)
             with self._in_turn(worker * self.island), self.settings.own(worker):
                 output = self._own_step(self._all_rounds[worker], optimizer, again, *args, **kwargs)
-                rates.append(max(float(group["lr"]) for group in optimizer.param_groups))
+                rates.append(max((float(g["lr"]) for g in optimizer.param_groups), default=0.0))
         ends = self._ends()
         here = [self._all_rounds[worker] for worker in self._present]
         if ends or here[0].is_due:
