@@ -490,6 +490,7 @@ class LoopSteps:
     def _count_attempts(self, scaler: Any) -> None:
         """Count a step that the scaler skips too: scalers are local, and H is common."""
         step = scaler.step
+        stepped = torch.compiler.disable(self._local.stepped)  # not what the optimizer does
 
         @wraps(step)
         def counted(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -500,7 +501,7 @@ class LoopSteps:
                 output = step(optimizer, *args, **kwargs)
             finally:
                 self._scaling = False
-            self._local.stepped()
+            stepped()
             return output
 
         scaler.step = counted

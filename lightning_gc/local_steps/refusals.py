@@ -8,14 +8,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def refuse_shards(owner: str, module: nn.Module, *, islands: bool) -> None:
@@ -47,8 +46,11 @@ _COMMUNICATING = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
 """Names in ``torch.distributed.optim``, whose import has side effects."""
 _GROUPS = {"ProcessGroup", "DeviceMesh"}
 """Names in ``torch.distributed``, which some builds of torch lack."""
-_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
-"""Namespaces of the operators that ``torch.distributed`` calls; send and receive are there too."""
+_COLLECTIVES = ("c10d", "_c10d_functional")
+"""Namespaces of the operators that ``torch.distributed`` calls; send and receive are there too.
+
+Those of ``_c10d_functional_autograd`` call these.
+"""
 
 
 @runtime_checkable
@@ -192,15 +194,17 @@ class OwnSteps:
         """Hear steps from now on; these are the worker's own optimizers."""
         self._given = tuple(optimizers)
         self._parts = [part for each in self._given for part in with_held(each)]
+        # A compiled step would compile hooks too, and with them the exchange.
+        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
         for part in self._parts:
             if HOOKS in vars(part):
                 self._hooks += [
-                    part.register_step_pre_hook(self._before),
-                    part.register_step_post_hook(self._after),
+                    part.register_step_pre_hook(before),
+                    part.register_step_post_hook(after),
                 ]
         # Torch keeps this one for the process, and must not keep the worker with it.
-        hear = weakref.WeakMethod(self._hear)
-        self._hooks.append(register_optimizer_step_pre_hook(partial(_call, hear)))
+        hear = torch.compiler.disable(partial(_call, weakref.WeakMethod(self._hear)))
+        self._hooks.append(register_optimizer_step_pre_hook(hear))
 
     def end(self) -> None:
         """Hear no more."""
@@ -212,7 +216,7 @@ class OwnSteps:
     def _forget(self) -> None:
         self._under_way, self._frame = [], None
         if self._watch is not None:
-            self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._watch.end()
         self._watch = None
 
     def _hear(self, optimizer: Optimizer) -> None:
@@ -248,7 +252,6 @@ class OwnSteps:
         args = tuple(watch.leaving(each) if callable(each) else each for each in args)
         if callable(kwargs.get("closure")):
             kwargs = kwargs | {"closure": watch.leaving(kwargs["closure"])}
-        watch.__enter__()  # type: ignore[no-untyped-call]
         return args, kwargs
 
     def _begin_step(self, optimizer: Optimizer, closure: bool) -> None:
@@ -259,8 +262,14 @@ class OwnSteps:
             if any(p in self._names and p not in own for p in params):
                 fix = f"Call the step() of {type(whole).__name__} that holds it"
                 self._refuse(optimizer, self._stepped_by(optimizer), fix)
+        if _is_capturing(self._names):
+            raise RuntimeError(
+                f"{self._owner} counts the steps of {type(optimizer).__name__}, but this one is "
+                f"captured in a CUDA graph, whose replays call no step. Capture the forward and "
+                f"backward pass only, and call step() after each replay."
+            )
         self._do_before()
-        self._frame = threading.get_ident(), sys._getframe(2)
+        self._frame = threading.get_ident(), _calling_frame()
         self._trains = not closure and self._has_gradients
 
     def _why(self, found: str) -> str:
@@ -301,6 +310,19 @@ def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer, args: Any, kwar
     bound = method()
     if bound is not None:
         bound(optimizer)
+
+
+def _is_capturing(params: Iterable[Tensor]) -> bool:
+    on_cuda = any(param.is_cuda for param in params)
+    return on_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _calling_frame() -> Any:
+    """Return the frame of the step that has called a hook of this module."""
+    here: Any = sys._getframe(1)
+    while here.f_globals["__name__"] in (__name__, "torch._dynamo.eval_frame"):
+        here = here.f_back
+    return here
 
 
 def _on_stack(frame: tuple[int, Any]) -> bool:
@@ -388,31 +410,79 @@ class UncountedPasses:
             self._versions = versions(self._names)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch:
     """Raises ValueError at a collective of this thread; the exchange runs in another thread.
+
+    The operators of collectives get a kernel of ours while some step is watched; nothing else does.
+    A mode of torch would see all operators, and ``torch.compile`` gives a function up for good that
+    it meets within one.
 
     Args:
         why: returns the sentence.
         runs: whether the step is still under way; it may have raised.
     """
 
-    def __init__(self, why: Callable[[str], str], runs: Callable[[], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._why, self._runs = why, runs
+    _watching: ClassVar[weakref.WeakSet[_Watch]] = weakref.WeakSet()
+    _kernels: ClassVar[list[torch.library.Library]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _COLLECTIVES and self._runs():
-            raise ValueError(self._why(f"calls {func}"))
-        return func(*args, **(kwargs or {}))
+    def __init__(self, why: Callable[[str], str], runs: Callable[[], bool]) -> None:
+        self._why, self._runs = why, runs
+        self._thread = threading.get_ident()
+        self._away = 0  # closures under way
+        self._watching.add(self)
+        if not self._kernels:
+            self._kernels.extend(torch.library.Library(name, "IMPL") for name in _COLLECTIVES)
+            for name in torch._C._dispatch_get_all_op_names():
+                self._listen_to(name)
+
+    @classmethod
+    def _listen_to(cls, name: str) -> None:
+        """Call ``_hear`` before an operator, if it begins a collective."""
+        space, _, operator = name.partition("::")
+        library = next((each for each in cls._kernels if each.ns == space), None)
+        if library is None or operator == "wait_tensor":
+            return
+        packet, _, overload = operator.partition(".")
+        found = getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
+
+        def before_autograd(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            cls._tell(found)
+            return found.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
+
+        def on_device(*args: Any, **kwargs: Any) -> Any:
+            cls._tell(found)
+            return found._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+        # Where torch has no kernel of its own, so that none is replaced.
+        if space == "c10d":
+            library.impl(operator, before_autograd, "Autograd", with_keyset=True)
+        elif torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeExplicitAutograd"):
+            for device in ("CPU", "CUDA"):
+                library.impl(operator, on_device, device)
+
+    @classmethod
+    def _tell(cls, found: Any) -> None:
+        for watch in tuple(cls._watching):
+            watch._hear(found)
+
+    def _hear(self, found: Any) -> None:
+        if threading.get_ident() == self._thread and not self._away and self._runs():
+            raise ValueError(self._why(f"calls {found}"))
+
+    def end(self) -> None:
+        """Watch no more."""
+        self._watching.discard(self)
+        while self._kernels and not self._watching:
+            self._kernels.pop()._destroy()
 
     def leaving(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the closure, run outside of this mode."""
+        """Return the closure, which is not watched."""
 
         def outside(*args: Any, **kwargs: Any) -> Any:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._away += 1
             try:
                 return closure(*args, **kwargs)
             finally:
-                self.__enter__()  # type: ignore[no-untyped-call]
+                self._away -= 1
 
         return outside

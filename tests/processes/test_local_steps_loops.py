@@ -6,6 +6,7 @@ import importlib.util
 import io
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.plugins import MixedPrecision as FabricPrecision
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +37,7 @@ from lightning_gc import (
 )
 from lightning_gc.controllers import RoundSchedule
 from lightning_gc.core.saved_state import checksum, with_checksum
+from lightning_gc.local_steps.refusals import _Watch
 from tests.processes.test_local_steps_refused import OPTIMIZERS, Holds
 from tests.support.accelerator import WORKERS
 from tests.support.fitting import arrays, digest, fit, unwarned
@@ -341,6 +344,16 @@ def test_other_numbers_of_workers_keep_common_weights_and_the_mean(tmp_path: Pat
         np.testing.assert_allclose(own, saved[0][1], rtol=0, atol=1e-6)
 
 
+class Functional(torch.optim.SGD):
+    """Averages gradients in ``step`` by functional collectives, as DTensors and compilers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure().result()
+        for param in self.param_groups[0]["params"]:
+            all_reduce(torch.ones_like(param), "sum", dist.distributed_c10d._get_default_group())
+        return super().step()
+
+
 class NoHooks(torch.optim.SGD):
     """Does not call the constructor of ``Optimizer``."""
 
@@ -396,6 +409,10 @@ def refused(worker: int) -> dict[str, str]:
         with LocalSteps(net, gathers, "topk", every=2):
             found["gathers"] = said(gathers.step, lambda: None)
             found["attach"] = said(attach, net, "topk")
+        functional = Functional(net.parameters(), lr=0.1)
+        with LocalSteps(net, functional, "topk", every=2), ThreadPoolExecutor(1) as other:
+            found["functional"] = said(functional.step, lambda: other.submit(dist.barrier))
+        assert not _Watch._kernels, "no operator keeps a kernel of ours"
         scaler = torch.amp.GradScaler("cpu")
         with LocalSteps(net, sgd, "topk", scaler=scaler) as local:
             found["unscaled"] = said(sgd.step)
@@ -426,6 +443,7 @@ WORDS = {
     "reset": "True 1",
     "gathers": "Gathers calls c10d.allreduce_",
     "attach": "wrap the model first",
+    "functional": "Functional calls _c10d_functional.all_reduce",
     "unscaled": "Call scaler.step(optimizer)",
     "controller": "Give LocalSteps both",
 }
