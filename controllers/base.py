@@ -90,7 +90,7 @@ class Needs:
         seconds: ``step_seconds``, ``each_step``, ``phase_seconds``. Costs a look at the clock per
             step; on CUDA ``each_step`` costs an event.
         link: ``exchanges`` and the link fitted to them. Costs two looks at the clock per request,
-            or two events on CUDA.
+            or two events on CUDA, and two all-reduces of numbers per decision.
         trace: path of a file to which worker 0 appends each observation, state and decision; empty
             for none. ``replay`` reads it.
         rounds: all values of H that it may set in ``Decision.every``; it needs local steps.
@@ -196,11 +196,14 @@ class Observation:
             finite are left out.
         step_seconds: mean seconds of a step since the last decision, without validation; mean over
             workers, 0 if not declared. Of simulated workers the sum of their phases.
-        phase_seconds: ``"compress"``, ``"communicate"``, ``"decode"``, of simulated workers also
-            ``"compute"`` -> mean seconds per step, mean over workers. On CUDA they are too small:
+        phase_seconds: ``"compress"``, ``"communicate"``, ``"wait"``, ``"decode"``, of simulated
+            workers also ``"compute"`` -> mean seconds per step, mean over workers. But
+            ``"communicate"`` is the least of all workers, and ``"wait"`` what it takes longer in
+            the mean: a worker that comes early waits for the slowest. On CUDA they are too small:
             only steps that ``CompressionMonitor`` logs are timed, and all steps are counted.
-        exchanges: worker 0's latest requests since the last decision, 64 at most; empty if not
-            declared. On CUDA the latest that the device has finished since then.
+        exchanges: the latest requests since the last decision, 64 at most, of the worker whose
+            requests took least, so that they contain the least waiting; empty if not declared. On
+            CUDA the latest that the device has finished since then.
         latency_us: of a message, fitted to ``exchanges``; 0 without exchanges.
         bandwidth_gbps: in 10⁹ bits per second, fitted to ``exchanges``; a lower bound if all
             messages have one size.

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from .base import Controller, Decision, KnobLike, Needs, Observation, State
 
 EASE = 0.8
-"""Half of H must keep to this share of the budget, or H stays: else it would go up and down."""
+"""A smaller H must keep to this share of the budget, or H stays: else it would go up and down.
+
+And a larger H must lower ``X/(H·c)`` to this part of it, or it is taken back.
+"""
+OFTEN = 3
+"""Decisions in a row that must see unequal workers, each of all its rounds: one may be chance."""
+PATIENCE = 8
+"""Decisions until an H is tried again that has not lowered the share."""
 
 
 @dataclass(frozen=True)
 class Budget(Controller):
     """Choose H, the optimizer steps of a round, so that exchanges take a share of the time at most.
 
-    With ``X`` the seconds of a round's exchange (compression, messages with waiting, decoding) and
-    ``R`` those of the whole round, as means since the last decision, an optimizer step takes
-    ``c = (R − X)/H``. H becomes the least power of two times ``shortest`` with
-    ``X/(H·c + X) ≤ share``. It falls only if half of H takes at most 0.8 of the share, and by a
-    half at a time. A decision is due after ``rounds`` rounds; at first after 1, 2 and 4.
+    With ``X`` the seconds of a round's exchange (compression, messages, decoding) and ``R`` those
+    of the whole round, as means since the last decision, an optimizer step takes ``c = (R − X)/H``.
+    ``X`` leaves out what a worker waits for a slower one, which no H shortens. H becomes the least
+    power of two times ``shortest`` with ``X/(H·c + X) ≤ share``. It falls only if that takes at
+    most 0.8 of the share. A decision is due after ``rounds`` rounds; at first after 1, 2 and 4, and
+    one round after H has more than doubled. The first exchange, in which things start up, decides
+    nothing.
+
+    If ``rounds`` rounds of a larger H have not lowered ``X/(H·c)`` to 0.8 of it, H goes back to its
+    value before, and does not rise for 8 decisions. If workers wait for the
+    slowest for a larger share of the time than ``share``, a warning names ``Unequal``, once.
 
     With a ``delay`` an exchange overlaps with training. Its seconds count all the same.
 
@@ -45,8 +59,10 @@ class Budget(Controller):
         >>> budget = Budget(0.1)
         >>> slow = {"communicate": 0.9, "compress": 0.05, "decode": 0.05}
         >>> seen = Observation(0, steps=1, step_seconds=1.1, phase_seconds=slow)
-        >>> budget.decide(seen, budget.init())[0].every
-        128
+        >>> first, state = budget.decide(seen, budget.init())
+        >>> second, state = budget.decide(seen, state)
+        >>> first.every, second.every
+        (1, 128)
 
     When to use:
         ``LocalStepsStrategy("cast", every=Budget(0.1))``, where the link's rate is not known before
@@ -98,39 +114,79 @@ class Budget(Controller):
             self.levels.check(knob)
 
     def init(self) -> State:
-        return {"every": self.shortest, "levels": {} if self.levels is None else self.levels.init()}
+        return {
+            "every": self.shortest,
+            "levels": {} if self.levels is None else self.levels.init(),
+            "begun": False,  # the first exchange is over
+            "before": None,  # H, and X/(H·c), before H has risen, until that is judged
+            "most": None,  # H above which the share did not fall, and decisions that it holds for
+            "unequal": 0,  # decisions in a row that saw unequal workers
+        }
 
     def every_steps(self, epoch: int) -> int:
         return self.rounds
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        decision, levels = Decision(None, keeps_levels=True), state["levels"]
+        decision, now = Decision(None, keeps_levels=True), {**self.init(), **state}
         if self.levels is not None and observation.ended:
-            decision, levels = self.levels.decide(observation, levels)
-        every, reason = self._every(observation, state["every"])
+            decision, now["levels"] = self.levels.decide(observation, now["levels"])
+        now, reason = self._every(observation, now)
+        now["unequal"], warning = self._unequal(observation, now["unequal"])
+        every = now["every"]
+        jumps = every > 2 * state["every"]
         figures = {**decision.figures, "round_budget_steps": float(every)}
         reason = f"{decision.reason} {reason}".strip()
-        decision = replace(decision, every=every, reason=reason, figures=figures)
-        return decision, {"every": every, "levels": levels}
+        warning = f"{decision.warning} {warning}".strip()
+        more = {"every": every, "reason": reason, "figures": figures, "warning": warning}
+        return replace(decision, after=1 if jumps else decision.after, **more), now
 
-    def _every(self, observation: Observation, every: int) -> tuple[int, str]:
-        """Return H, and why."""
-        phases = observation.phase_seconds
+    def _every(self, observation: Observation, state: State) -> tuple[State, str]:
+        """Return the state with the new H, and why."""
+        phases, every = observation.phase_seconds, state["every"]
         spent = sum(phases.get(phase, 0.0) for phase in ("compress", "communicate", "decode"))
         whole = observation.step_seconds
-        if not observation.steps or not 0 < spent < float("inf") or not 0 < whole < float("inf"):
-            return every, f"H = {every}, as no seconds of rounds are known yet."
-        each = max(whole - spent, 1e-9) / every
+        if not observation.steps or not 0 < spent < math.inf or not 0 < whole < math.inf:
+            return state, f"H = {every}, as no seconds of rounds are known yet."
+        if not state["begun"]:
+            return state | {"begun": True}, f"H = {every}, until a second exchange is known."
+        each: float = max(whole - spent, 1e-9) / every
 
         def share(steps: int) -> float:
             return spent / (steps * each + spent)
 
-        enough = next((h for h in self.steps if share(h) <= self.share), self.steps[-1])
-        lower = max(every // 2, self.shortest)
-        new = enough
-        if enough < every:
-            new = lower if share(lower) <= EASE * self.share else every
-        return new, (
+        before, most, now = state["before"], state["most"], spent / (every * each)
+        judged = before is not None and observation.steps >= self.rounds
+        if judged and now > EASE * before[1] and share(every) > self.share:
+            new = before[0]
+            return state | {"every": new, "before": None, "most": [new, PATIENCE]}, (
+                f"H = {new}: with {every} steps exchanges have taken {share(every):.1%} of the "
+                f"time, and no less before."
+            )
+        if judged or before is None:
+            before, most = None, [most[0], most[1] - 1] if most is not None and most[1] else None
+        highest = every if before is not None else self.longest if most is None else most[0]
+        allowed = [steps for steps in self.steps if steps <= max(highest, every)]
+        new = next((steps for steps in allowed if share(steps) <= self.share), allowed[-1])
+        if new < every and before is not None and every <= 2 * before[0]:
+            new = every  # one round may have been quick by chance
+        elif new < every:
+            new = next(h for h in allowed if h == every or share(h) <= EASE * self.share)
+        if new != every:
+            before = [every, now] if new > every else None
+        return state | {"every": new, "before": before, "most": most}, (
             f"H = {new}: an exchange takes {spent:.3g} s and a step {each:.3g} s, so "
             f"{share(new):.1%} of the time."
+        )
+
+    def _unequal(self, observation: Observation, seen: int) -> tuple[int, str]:
+        """Return how often in a row workers were unequal, and a warning the third time."""
+        whole, wait = observation.step_seconds, observation.phase_seconds.get("wait", 0.0)
+        if observation.steps < self.rounds or seen >= OFTEN:
+            return seen, ""
+        if not 0 < whole < math.inf or not wait > self.share * whole:
+            return 0, ""
+        return seen + 1, "" if seen + 1 < OFTEN else (
+            f"Budget(share={self.share!r}): workers are unequal, and wait {wait / whole:.0%} of "
+            f"the time for the slowest. No H shortens that, so H leaves it out. Let slow workers "
+            f"make fewer steps: LocalStepsStrategy(..., unequal=Unequal())."
         )

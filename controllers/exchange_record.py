@@ -13,7 +13,7 @@ class ExchangeRecord(NamedTuple):
         messages: that it sent.
         nbytes: that it sent in all.
         seconds: that the request took. On CUDA from when its stream has reached the request until
-            it has finished it. Both include waiting for a late peer.
+            it has finished it. Both include waiting for a late peer; see ``Observation.exchanges``.
     """
 
     messages: int

@@ -291,7 +291,7 @@ class ControlLoop:
         found = probes.traffic(steps, peers) | probes.rates(self._step, rate, now.rates_to_come)
         if peers.device.type == "cuda" and not ended:
             probes.clock.catch_up()  # the host has just waited for these steps
-        found |= probes.seconds(peers) | probes.link()
+        found |= probes.seconds(peers) | probes.link(peers)
         if self.decision is not None and self.decision.weigh:
             found |= probes.weighed(peers)
         probes.begin()

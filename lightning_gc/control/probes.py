@@ -243,6 +243,8 @@ def gradient_moments(
 
 
 PHASES = (COMPUTE, COMPRESS, COMMUNICATE, DECODE)
+WAIT = "wait"
+"""Phase of an observation: what messages take longer since other workers come later."""
 
 
 class StepClock:
@@ -414,9 +416,15 @@ class Probes:
         spent, timed = self.clock.take()
         phases = [each.phases() for each in self.statistics]
         rows = [[spent, timed, *(p.get(name, 0.0) for name in PHASES)] for p in phases]
-        seconds, stepped, *means = peers.mean_of(rows)
+        (seconds, stepped, *means), each_worker = self._of_each(
+            rows, [p.get(COMMUNICATE, 0.0) for p in phases], peers
+        )
         steps = max(self.statistics[0].timed_steps, 1)
-        per_step = {n: s / steps for n, s in zip(PHASES, means, strict=True) if s}
+        took = dict(zip(PHASES, means, strict=True))
+        # The last to come waits for nobody. The others' messages last longer by their waiting.
+        took[COMMUNICATE], mean = min(each_worker.values()), took[COMMUNICATE]
+        took[WAIT] = max(mean - took[COMMUNICATE], 0.0)
+        per_step = {n: s / steps for n, s in took.items() if s}
         step = seconds / stepped if stepped else 0.0
         each = self.clock.each()
         if self.statistics[0].modelled:  # simulated workers run in turn
@@ -424,11 +432,45 @@ class Probes:
             each = (step,) * min(self.statistics[0].timed_steps, KEPT)
         return {"step_seconds": step, "phase_seconds": per_step, "each_step": each}
 
-    def link(self) -> dict[str, Any]:
-        """Return worker 0's requests, and latency and bandwidth fitted to them, if declared."""
+    def _of_each(
+        self, rows: Sequence[Sequence[float]], own: Sequence[float], peers: Peers
+    ) -> tuple[list[float], dict[int, float]]:
+        """Return the mean over workers of rows, and each worker's own number, in one message."""
+        workers = self._workers.first.workers
+        several = []
+        for statistics, row, number in zip(self.statistics, rows, own, strict=True):
+            mine = [float(worker == statistics.engine.worker) for worker in range(workers)]
+            several.append([*row, *mine, *(number * is_mine for is_mine in mine)])
+        found = peers.mean_of(several)
+        means, shares, sums = (
+            found[: -2 * workers],
+            found[-2 * workers : -workers],
+            found[-workers:],
+        )
+        pairs = enumerate(zip(sums, shares, strict=True))
+        return means, {worker: total / share for worker, (total, share) in pairs if share}
+
+    def _requests(self, peers: Peers) -> tuple[ExchangeRecord, ...]:
+        """Return the requests of the worker that waited least for others: two messages."""
+        kept = [each.exchanges() for each in self.statistics]
+        took = [sum(each.seconds for each in known) / max(len(known), 1) for known in kept]
+        _, seconds = self._of_each([()] * len(kept), took, peers)
+        least = min(seconds, key=lambda worker: (seconds[worker], worker))
+        rows = []
+        for statistics, known in zip(self.statistics, kept, strict=True):
+            flat = [1.0, *(number for each in known for number in each)]
+            told = flat if statistics.engine.worker == least else []
+            rows.append([*told, *[0.0] * (1 + 3 * KEPT - len(told))])
+        share, *flat = peers.mean_of(rows)
+        numbers = [number / share for number in flat]
+        found = (numbers[i : i + 3] for i in range(0, len(numbers), 3))
+        return tuple(ExchangeRecord(round(m), n, s) for m, n, s in found if m)
+
+    def link(self, peers: Peers) -> dict[str, Any]:
+        """Return requests of the worker that waits least, and the link fitted to them."""
         if not self._needs.link:
             return {}
-        exchanges = self.statistics[0].exchanges()
+        exchanges = self._requests(peers)
         latency, bandwidth, r2 = fit_link(exchanges)
         return {
             "exchanges": exchanges,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ from tests.support.models import Books, common_batches
 
 
 def course(budget: Budget, exchange: Any, step: float, decisions: int) -> list[int]:
-    """Return H after each decision; ``exchange`` is called with its number."""
+    """Return H after each decision but the first exchange's; ``exchange`` gets its number."""
     decision, state = budget.decide(Observation(-1), budget.init())
     found: list[int] = []
-    for number in range(decisions):
+    for number in range(-1, decisions):
         assert decision.every is not None
         spent = exchange(number)
         phases = {"compress": 0.2 * spent, "communicate": 0.7 * spent, "decode": 0.1 * spent}
@@ -43,7 +44,64 @@ def course(budget: Budget, exchange: Any, step: float, decisions: int) -> list[i
         decision, state = budget.decide(seen, state)
         assert decision.every is not None
         found.append(decision.every)
+    assert found[0] == budget.shortest, "the first exchange decides nothing"
+    return found[1:]
+
+
+def observed(steps: int, every: int, step: float, spent: float, wait: float = 0.0) -> Observation:
+    """Return what is seen of rounds of H steps, with the seconds of an exchange."""
+    phases = {"communicate": spent, "wait": wait}
+    whole = every * step + spent + wait
+    return Observation(0, ended=False, steps=steps, step_seconds=whole, phase_seconds=phases)
+
+
+def run(budget: Budget, rounds: int, exchange: Any, wait: float = 0.0) -> list[Any]:
+    """Return a decision for each round, as a loop asks for them; seconds of a step: 1.
+
+    ``exchange``: seconds, by number of the round and H. ``wait``: seconds for each step.
+    """
+    decision, state = budget.decide(Observation(-1), budget.init())
+    found, seen = [], list[float]()
+    for number in range(rounds):
+        every = decision.every
+        assert every is not None
+        seen.append(exchange(number, every))
+        due = decision.after or max(min(number + 1 - len(seen), budget.rounds), 1)
+        if len(seen) >= due:
+            spent, count = sum(seen) / len(seen), len(seen)
+            observation = observed(count, every, 1.0, spent, wait * every)
+            decision, state = budget.decide(observation, json.loads(json.dumps(state)))
+            seen = []
+        found.append(decision)
     return found
+
+
+def test_waiting_for_a_slower_worker_raises_nothing_and_is_said_once() -> None:
+    """A step waits for half a second, so that waiting takes a third of the time at every H."""
+    equal = run(Budget(0.1), 40, lambda number, every: 0.3)
+    found = run(Budget(0.1), 40, lambda number, every: 0.3, wait=0.5)
+    assert [each.every for each in found][-1] <= [each.every for each in equal][-1] == 4
+    said = [each.warning for each in found if each.warning]
+    (warning,) = set(said)
+    assert "workers are unequal" in warning
+    assert "unequal=Unequal()" in warning
+    assert not any(each.warning for each in equal)
+
+
+def test_a_larger_h_that_lowers_no_share_is_taken_back() -> None:
+    """Exchanges last longer with H: no H keeps to the share, and the longest is never tried."""
+    every = [each.every for each in run(Budget(0.1), 60, lambda number, every: 0.5 * every)]
+    assert max(every) < 16
+    assert every[-1] == 1
+    assert every.count(1) > 40
+
+
+def test_cold_exchanges_do_not_hold_h_too_high() -> None:
+    """The first two take as long as 40 steps, the others as one step: H is 16."""
+    found = [each.every for each in run(Budget(0.1), 20, lambda n, _: 40.0 if n < 2 else 1.0)]
+    assert found[0] == 1
+    assert found[1] == 512, "the second one counts"
+    assert found[2:] == [16] * 18, "one round later it is seen"
 
 
 def share(every: int, spent: float, step: float) -> float:
