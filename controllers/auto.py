@@ -33,8 +33,11 @@ BAND = 1.3
 WINDOWS = 3
 LEAST_WINDOW, LONGEST_WINDOW = 1.0, 1000
 """Seconds of a window at least, and steps at most: a decision costs about a millisecond."""
+LOOK = FIRST + FEWEST + SETTLING + FEWEST
+"""Steps of a look with one trial, at least: a shorter run has no use of it."""
 BUDGET = 0.01
 """Share of the time so far that looking may have cost before it looks again."""
+_WORDS = ("rounding", "feedback")
 _COARSE = ("QSGD(4)", "QSGD(6)")
 _REFUSING = ("Muon", "SOAP")
 """Optimizers under which ``_COARSE`` methods cost quality at unchanged hyper-parameters. They are
@@ -113,9 +116,12 @@ class Auto(Controller):
     trace: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.allow, str) and self.allow not in ("rounding", "feedback"):
+        # A menu is told by what it offers: controllers know no compressors.
+        menu = hasattr(self.allow, "names") and hasattr(self.allow, "chosen")
+        if not menu and (not isinstance(self.allow, str) or self.allow not in _WORDS):
             raise ValueError(
-                f"Auto(allow={self.allow!r}): give 'rounding', 'feedback', or a Menu of your own."
+                f"Auto(allow={self.allow!r}): give 'rounding', 'feedback', or a Menu of your own, "
+                f"such as Menu({{'16 bits': Cast(), '4 bits': QSGD(4)}})."
             )
         if self.every < FEWEST - 1:
             raise ValueError(f"Auto(every={self.every!r}): give at least {FEWEST - 1} steps.")
@@ -147,7 +153,8 @@ class Auto(Controller):
             "reference": [],  # seconds and rate of the first window
             "outside": 0,  # windows in a row
             "spent": 0.0,  # seconds that looking has cost
-            "seconds": 0.0,  # of all steps
+            "seconds": 0.0,  # that have passed: of all steps and of weighing
+            "short": 0,  # steps of a run that is too short for a look
             "took": 0.0,  # median seconds of a step in the last window
             "dense": 0.0,  # of an uncompressed one
             "dense_bytes": 0.0,
@@ -156,11 +163,12 @@ class Auto(Controller):
         }
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        new = dict(state)
+        new = {"short": 0} | state  # absent in older checkpoints
         given = observation.each_step
         skipped = min(new["skip"], len(given))
         new["skip"] -= skipped
-        new["seconds"] += sum(given)
+        # Not the sum of each_step, which keeps the latest steps of a window only.
+        new["seconds"] += observation.step_seconds * observation.steps
         fresh = [*given[skipped:]]
         new["seen"] = [*new["seen"], *fresh][-4 * MOST :]
         if observation.steps:
@@ -172,11 +180,20 @@ class Auto(Controller):
             return self._judge(new)
         if new["phase"] == "watch":
             return self._watch(observation, new, fresh)
+        left = observation.steps_left
+        fresh_run = not new["took"] and (new["short"] or not new["seen"])
+        if fresh_run and left is not None and left < LOOK:
+            return self._rest(new, left)
+        new["short"] = 0
         return self._look(observation, new)
 
     def ending(self, state: State) -> str:
+        cost, whole = state["spent"], max(state["seconds"], state["spent"])
+        cost_line = f" Measuring cost {cost:.3g} s of the {whole:.3g} s of this training."
+        if state.get("short"):
+            return f"auto: uncompressed, since {state['short']} steps are too few to measure."
         if not state["took"]:
-            return "auto: training ended before a method was chosen."
+            return f"auto: uncompressed, training ended before a method was chosen.{cost_line}"
         name, took, dense = state["name"], state["took"], state["dense"]
         said = f"auto: {name} at the end, {took:.3g} s per step"
         if state["level"] is not None:
@@ -185,8 +202,21 @@ class Auto(Controller):
                 f"{state['bytes'] / 1e6:.3g} MB in place of {state['dense_bytes'] / 1e6:.3g}"
             )
         others = ", ".join(each for each in state["permitted"] if each != name)
-        left = f" Permitted and not needed: {others}." if others else ""
-        return f"{said}.{left} Looking cost {state['spent']:.3g} s of {state['seconds']:.3g} s."
+        left = f" Other candidates: {others}." if others else ""
+        return f"{said}.{left}{cost_line}"
+
+    def resuming(self, state: State) -> str:
+        found = "" if state["took"] else ", and no method is chosen yet"
+        return f"auto: resumed with {state['name']}{found}."
+
+    def _rest(self, new: State, left: int) -> tuple[Decision, State]:
+        """Stay uncompressed in a run that ends before a look would."""
+        says = (
+            f"auto: uncompressed, since {left} steps are too few to measure: that takes {LOOK} "
+            f"steps or more. To compress in a short run, name a method, such as 'qsgd'."
+        )
+        news, new["short"] = not new["short"], new["short"] or left
+        return self._next(new, says, after=LONGEST_WINDOW, says=says if news else "")
 
     def _look(self, observation: Observation, new: State) -> tuple[Decision, State]:
         """Measure steps with the present choice, then line up what may be faster."""
@@ -198,6 +228,7 @@ class Auto(Controller):
             new["queue"] = [each for each in found if each[1] not in out]
             new["permitted"] = [each[1] for each in new["queue"] if each[0] is not None]
             new["spent"] += observation.weighed.seconds
+            new["seconds"] += observation.weighed.seconds
         if not _enough(new["seen"]) or not new["queue"]:
             missing = _missing(new)
             reason = f"Steps are timed ({new['name']})."

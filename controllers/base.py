@@ -209,8 +209,9 @@ class Observation:
         weight_levels: as ``levels``, of these weights.
         each_step: seconds of each step since the last decision, worker 0's, at most 64; empty if
             not declared. Of simulated workers all are the mean. On CUDA the device's.
-        weighed: None unless the last decision asked for it.
+        weighed: None unless the last decision asked for it, and while kernels are compiled.
         optimizers: names of the optimizers' classes.
+        total_steps: steps of the run; None if unknown or without end.
     """
 
     epoch: int
@@ -251,6 +252,14 @@ class Observation:
     each_step: tuple[float, ...] = ()
     weighed: Weighed | None = None
     optimizers: tuple[str, ...] = ()
+    total_steps: int | None = None
+
+    @property
+    def steps_left(self) -> int | None:
+        """Steps of the run that are still to come; None if unknown or without end."""
+        if self.total_steps is None or self.progress is None:
+            return None
+        return round(self.total_steps * (1 - self.progress))
 
     @property
     def density(self) -> float:
@@ -366,6 +375,10 @@ class Controller(Settings, abc.ABC):
         ``needs``, ``turns`` and ``every_steps`` count within the epoch.
         """
         return self, 0
+
+    def resuming(self, state: State) -> str:
+        """Return one line that worker 0 logs after a resume; empty, the default, for none."""
+        return ""
 
     def ending(self, state: State) -> str:
         """Return one line that worker 0 logs at the end of a fit; empty, the default, for none."""

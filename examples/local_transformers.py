@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from lightning_gc import QSGD, LocalSteps
+from lightning_gc.huggingface import resumed_from, saved_to
 
 
 # --8<-- [start:callback]
@@ -39,21 +40,19 @@ class LocalTraining(TrainerCallback):
         parts = trainer.model, trainer.optimizer, *self.settings
         self.local = LocalSteps(*parts, scaler=scaler, **self.options)
         if state.global_step:
-            self.local.load_state_dict(torch.load(own(args, state), weights_only=True))
+            self.local.load_state_dict(torch.load(own(resumed_from(trainer)), weights_only=True))
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Save this worker's state; the other workers have other weights."""
-        torch.save(self.local.state_dict(), own(args, state))
+        torch.save(self.local.state_dict(), own(saved_to(self.trainer)))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Make the last exchange: the model has the common weights then."""
         self.local.finish()
 
 
-def own(args: Any, state: Any) -> Path:
-    """Return where this worker keeps its state in the checkpoint of this step."""
-    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-    folder.mkdir(parents=True, exist_ok=True)
+def own(folder: Path) -> Path:
+    """Return where this worker keeps its state in a checkpoint."""
     return folder / f"local-worker{dist.get_rank()}.pt"
 
 

@@ -115,7 +115,7 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
             known = {each: f"{__name__}.{each}" for each in globals()["__all__"]}
             others = _importlib.import_module(f"{__name__}.controllers").__all__
             known |= {each: f"{__name__}.controllers.{each}" for each in others}
-            known |= _for_authors
+            known |= _for_authors | _ELSEWHERE
             registry = _importlib.import_module(f"{__name__}.core.registry")
             registry.refuse_import(__name__, name, known)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -124,6 +124,11 @@ if not _TYPE_CHECKING:  # type checkers are to see a misspelt name
         return sorted({*globals(), *__getattr__("__all__")})
 
 
+_ELSEWHERE = {
+    "CompressedGradients": f"{__name__}.huggingface.CompressedGradients",
+    "CompressedRayStrategy": f"{__name__}.lightning.for_ray.CompressedRayStrategy",
+}
+"""The same of names whose modules need packages that are not asked for."""
 _for_authors: dict[str, str] = {}
 """``{name: dotted path}`` of base classes and declarations."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ class CompressedGradients(TrainerCallback):
     errors, ``compression-worker0.pt`` and so on. ``resume_from_checkpoint`` reads them, so that a
     resumed run with as many workers continues bit for bit. A new ``train()`` begins without errors.
 
-    Whenever the Trainer logs, it also logs three figures since training began:
+    Each entry of the Trainer's log with a loss of training gets three figures since training began:
     ``compression/total_wire_bytes`` are worker 0's bytes, ``compression/total_dense_bytes`` plain
-    DDP's, and ``compression/total_ratio`` is their ratio.
+    DDP's, and ``compression/total_ratio`` is their ratio. Nothing else in the log changes.
 
     Args:
         trainer: a ``transformers.Trainer``, such as ``trl.SFTTrainer``.
@@ -55,9 +56,14 @@ class CompressedGradients(TrainerCallback):
         self.handle: Attached | None = None
         self._sent = self._dense = self._first = 0
         trainer.add_callback(self)
+        # First, so that W&B and TensorBoard see our figures, and uploads of checkpoints our file.
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.insert(0, callbacks.pop())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Attach to the wrapped model; load this worker's errors if a run is resumed."""
+        if self.handle is not None:  # of a training that an exception has ended
+            self.handle.end(failed=True)
         scaler = self.trainer.accelerator.scaler
         self.handle = attach(
             self.trainer.model_wrapped,
@@ -66,12 +72,17 @@ class CompressedGradients(TrainerCallback):
             scaler=scaler,
             **self.options,
         )
+        self.handle.advise(
+            bypassed="Call the wrapped model in compute_loss, not the one that it was made of",
+            unused="TrainingArguments(ddp_find_unused_parameters=True)",
+            elsewhere="A loss with parameters belongs into the model, as a submodule of it.",
+        )
         trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
         nbytes = sum(param.numel() * param.element_size() for param in trained)
         self._dense = all_reduce_bytes(nbytes, dist.get_world_size())
         self._sent, self._first = 0, state.global_step
         if state.global_step:
-            self.handle.load_state_dict(read_state(_own(args, state)))
+            self.handle.load_state_dict(read_state(own_file(resumed_from(self.trainer))))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Let a controller decide, if a decision is due."""
@@ -80,18 +91,20 @@ class CompressedGradients(TrainerCallback):
             share = state.global_step / max(state.max_steps, 1)
             handle.begin_batch(int(state.epoch or 0), progress=share, total_steps=state.max_steps)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Log what was sent, whenever the Trainer is about to log."""
-        if control.should_log:
-            self.trainer.log(self._figures(state))
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
+        """Add what was sent to an entry with a loss of training; see ``Trainer.log``."""
+        # Not by a log of our own: the Trainer would then take this step as logged.
+        if self.handle is not None and {"loss", "train_loss"} & {*(logs or ())}:
+            figures = self._figures(state)
+            for entry in (logs, *state.log_history[-1:]):  # the Trainer has kept a copy
+                entry.update(figures)
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Save what this worker has not sent yet; the other workers have other errors."""
-        torch.save(self._attached().state_dict(), _own(args, state))
+        torch.save(self._attached().state_dict(), own_file(saved_to(self.trainer)))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Log what was sent, and stop the exchange."""
-        self.trainer.log(self._figures(state))
+        """Stop the exchange."""
         self._attached().close()
 
     def _attached(self) -> Attached:
@@ -112,10 +125,28 @@ class CompressedGradients(TrainerCallback):
         }
 
 
-def _own(args: Any, state: Any) -> Path:
-    """Return where this worker keeps its errors in the checkpoint of this step."""
-    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-    folder.mkdir(parents=True, exist_ok=True)
+def saved_to(trainer: Any) -> Path:
+    """Return the folder of the checkpoint that a Trainer writes at this step."""
+    folder = Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))  # of a search, its run
+    return folder / f"checkpoint-{trainer.state.global_step}"
+
+
+def resumed_from(trainer: Any) -> Path:
+    """Return the folder of the checkpoint that a Trainer resumes from, as training begins.
+
+    It hands the path from method to method and keeps it nowhere, so this reads its caller's.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        path = frame.f_locals.get("resume_from_checkpoint")
+        if frame.f_locals.get("self") is trainer and isinstance(path, str | Path):
+            return Path(path)
+    return saved_to(trainer)
+
+
+def own_file(folder: Path) -> Path:
+    """Return where this worker keeps its errors in a checkpoint."""
     return folder / f"compression-worker{dist.get_rank()}.pt"
 
 
@@ -126,9 +157,15 @@ def read_state(path: Path) -> Any:
         ValueError: the checkpoint has no file of this worker.
     """
     if not path.is_file():
+        found = sorted(each.name for each in path.parent.glob("compression-worker*.pt"))
+        cause = (
+            f"the checkpoint has only {', '.join(found)}: fewer workers wrote it, or other machines"
+            if found
+            else "no worker's errors are in the checkpoint, which was written without "
+            "CompressedGradients"
+        )
         raise ValueError(
-            f"{path} is missing, so this worker's errors cannot be resumed. The checkpoint was "
-            f"written without CompressedGradients, or by fewer workers. Start from its weights "
-            f"without resume_from_checkpoint."
+            f"{path} is missing, so this worker's errors cannot be resumed: {cause}. Start from "
+            f"the checkpoint's weights without resume_from_checkpoint."
         )
     return torch.load(path, weights_only=True, map_location="cpu")

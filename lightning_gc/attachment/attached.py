@@ -32,6 +32,7 @@ from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
     check_controller,
     check_optimizers,
+    not_reached,
     refuse_own_gradients,
     refuse_second_hook,
     refuse_sparse_gradients,
@@ -40,6 +41,7 @@ from lightning_gc.exchange.validation import (
     refuse_unsynchronised,
     warn_of_one_queue,
     warn_of_one_worker,
+    why_not_reached,
 )
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import Configuration, Workers
@@ -130,7 +132,9 @@ class Setup:
         verify: what workers compare, as for ``CompressedDDPStrategy``.
         more_workers: advice in the warning of one worker.
         weights: returns the weights that ``verify`` compares; None: all trained parameters.
-        bypassed: advice where an optimizer steps and nothing has been exchanged.
+        bypassed: advice where an optimizer steps and nothing went through DDP.
+        unused: how the user sets ``find_unused_parameters=True``.
+        elsewhere: advice where an optimizer trains what is not the module's; maybe empty.
     """
 
     owner: str
@@ -147,6 +151,8 @@ class Setup:
         "Call the wrapped module itself, ddp(x), not ddp.module or one of its methods. Run the "
         "last backward pass before a step outside of no_sync()"
     )
+    unused: str = "DistributedDataParallel(..., find_unused_parameters=True)"
+    elsewhere: str = "If another module exchanges it, leave attach(optimizers=...) out."
 
     @property
     def workers(self) -> Workers:
@@ -280,9 +286,8 @@ class _OpenHandles:
             if done is None or (done > handle._stepped.get(optimizer, 0) and not backward):
                 continue
             if handle._workers.first.workers > 1:
-                bypassed = handle._setup.bypassed
-                fix = "Call step() after loss.backward()" if backward else bypassed
-                refuse_own_gradients(optimizer, handle._workers.names, fix)
+                cause = partial(handle.why_not_exchanged, optimizer, within=backward)
+                refuse_own_gradients(optimizer, handle._workers.names, cause)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Expect another exchange before the next step of this optimizer."""
@@ -333,8 +338,9 @@ class Attached:
             parts.control = ControlLoop(setup.controller, self._workers)
         if parts.control is not None:
             parts.control.attach(parts.rounds)
-        if self._workers.first.workers == 1 and self._peers.decides:
-            self._warn_alone()
+        weighs = setup.controller is not None and setup.controller.needs.weighed
+        if self._workers.first.workers == 1 and self._peers.decides and not weighs:
+            self._warn_alone()  # Auto is uncompressed there
 
     def _warn_alone(self) -> None:
         weights = self._setup.checkpoint_parts.exchanged == "weights"
@@ -386,7 +392,29 @@ class Attached:
 
     def refuse_unsynchronised(self) -> None:
         """Raise RuntimeError for a parameter that is trained, and not exchanged."""
-        refuse_new_parameters(self._module, self._exchanged, self._setup.optimizers())
+        optimizers, elsewhere = self._setup.optimizers(), self._setup.elsewhere
+        refuse_new_parameters(self._module, self._exchanged, optimizers, elsewhere)
+
+    def advise(self, **words: str) -> None:
+        """Let messages name the user's own settings: for a way in that calls ``attach``.
+
+        ``words``: texts of ``Setup``.
+        """
+        self._setup = replace(self._setup, **words)  # type: ignore[arg-type]
+
+    def why_not_exchanged(self, optimizer: torch.optim.Optimizer, *, within: bool) -> str:
+        """Return why a step finds gradients that were not exchanged, and what to do.
+
+        Args:
+            optimizer: that steps.
+            within: whether a backward pass is running.
+        """
+        if within:
+            return "Call step() after loss.backward()"
+        if not self._stepped.get(optimizer):
+            return self._setup.bypassed
+        left = "Or the gradient is left from before that step: call zero_grad() after each step"
+        return f"{self._setup.bypassed}. {left}"
 
     @property
     def exchanges(self) -> int | None:
@@ -696,4 +724,12 @@ class AttachedDDP(Attached):
 
     def refuse_unsynchronised(self) -> None:
         """Raise RuntimeError for a parameter that is trained, and not exchanged."""
-        refuse_unsynchronised(self._module.module, self._exchanged, self._setup.optimizers())
+        optimizers, elsewhere = self._setup.optimizers(), self._setup.elsewhere
+        refuse_unsynchronised(self._module.module, self._exchanged, optimizers, elsewhere)
+
+    def why_not_exchanged(self, optimizer: torch.optim.Optimizer, *, within: bool) -> str:
+        """As ``Attached.why_not_exchanged``, or which parameters DDP waits for."""
+        unreached = {} if within else not_reached(self._module, self._workers.names)
+        if unreached:
+            return why_not_reached(self._module, unreached, self._setup.unused)
+        return super().why_not_exchanged(optimizer, within=within)

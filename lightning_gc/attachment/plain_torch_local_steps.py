@@ -214,7 +214,7 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         optimizers = [optimizer]
         more_workers = "start more processes, or leave LocalSteps out"
         settings = scaler, timeout, verify, more_workers
-        setup = Setup(owner, kept, controller, lambda: optimizers, device, *settings)
+        setup = Setup(owner, kept, controller, lambda: optimizers, device, *settings, elsewhere="")
         super().__init__(model, setup, plan, self._keep_rounds, place)
         self._loop = LoopSteps(self, model, self._count, scaler)
         self._watching += self._loop.watching

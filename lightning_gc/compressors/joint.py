@@ -203,9 +203,8 @@ class WholeCodec(Whole):
 class JointCodec(WholeCodec):
     """Encode parts of a bucket in one payload.
 
-    The payload has each field of the parts' codec, the parts' tensors one after the other. Its
-    message thus has the same bytes as messages of separate payloads. Without ``kernels`` it works
-    part by part, which is the reference of the kernels.
+    The payload has each field of the parts' codec, the parts' tensors one after the other. Without
+    ``kernels`` it works part by part, which is the reference of the kernels: the same payload.
 
     Args:
         codec: of the first part.
@@ -229,8 +228,13 @@ class JointCodec(WholeCodec):
         row = type(self)(self.codec, in_row(self.parts, bucket.workers))
         return Shards(row, self.elements(bucket.numel), kernels, bucket, buffer)
 
-    def in_rows(self, buffer: Tensor) -> bool:
-        """Return whether shards of all parts are best copied to rows, which are coded together."""
+    @property
+    def in_rows(self) -> bool:
+        """Whether shards of all parts are copied to rows, which are coded together.
+
+        The configuration alone decides, as all workers must ask for the same. So it is True where
+        ``in_shards`` may be used on the host, and where some workers' kernels take full rows.
+        """
         return False
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:

@@ -130,6 +130,7 @@ class ControlLoop:
         self._metrics: dict[str, float] = {}  # from a checkpoint
         self._to_come: set[str] = set()  # those of them that were to change before the epoch's end
         self._resumed = False  # within the epoch, or at its end
+        self._resuming = ""  # what the controller has to say of it
         # Steps of the last decision, of the epoch's first, and of this controller's first.
         self._seen_step = self._epoch_step = self._first_step = self._step
 
@@ -156,6 +157,9 @@ class ControlLoop:
         groups = (group for optimizer in known for group in optimizer.param_groups)
         rate = float(max((group["lr"] for group in groups), default=0.0))
         begins = self._epoch != epoch
+        line, self._resuming = self._resuming, ""
+        if line and peers.decides:
+            say("%s", line)
         if self.controller.needs.seconds:
             self._probes.clock.see(self._step, epoch)
         if begins and self.controller.deciding(epoch)[1] == epoch:
@@ -218,6 +222,7 @@ class ControlLoop:
         self._first_step = self._step - state["first_steps"]
         self._metrics, self._to_come = state["metrics"], set(state["due"])
         self._resumed = True
+        self._resuming = self.controller.resuming(self.state)
         if state["decision"] is not None:
             self.decision = Decision(**state["decision"])
         if state["levels"] is not None:
@@ -312,6 +317,7 @@ class ControlLoop:
             ended=ended,
             resumed=resumed,
             optimizers=optimizers,
+            total_steps=now.total_steps,
             **found,
         )
 

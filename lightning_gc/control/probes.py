@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.control.weighing import weigh
+from lightning_gc.control.weighing import prepare, weigh
 from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Point
 from lightning_gc.controllers.exchange_record import fit_link
 from lightning_gc.core import Bucket, Record, Tally
@@ -23,6 +24,7 @@ from lightning_gc.engine import Engine
 from lightning_gc.engine.statistics import EpochStatistics
 from lightning_gc.exchange.peers import Peers
 from lightning_gc.exchange.workers import Workers
+from lightning_gc.kernels.dispatch import host
 from lightning_gc.transports.accounting import (
     COMMUNICATE,
     COMPRESS,
@@ -373,6 +375,8 @@ class Probes:
         if self._needs.weighed:
             workers.ready = []
         self._forecast = Forecast()
+        # Seconds that each choice's first exchange took, which begins to compile kernels.
+        self._preparing: float | None = None
 
     def traffic(self, steps: int, peers: Peers) -> dict[str, Any]:
         """Return bytes, elements, errors, gradient scale and levels: one all-reduce of numbers."""
@@ -437,8 +441,19 @@ class Probes:
         """Return what a step takes with each choice of the menu: several exchanges."""
         if not self._workers.layout:
             return {"weighed": None}
-        with waiting("Weighing what a step takes with each choice of the menu"):
-            return {"weighed": weigh(self._workers, peers)}
+        what = "Measuring what a step takes with each choice of the menu"
+        with waiting(what) if peers.decides else contextlib.nullcontext():
+            if self._preparing is None:
+                began = time.perf_counter()
+                prepare(self._workers, peers)
+                self._preparing = time.perf_counter() - began
+            (compiling,) = peers.mean_of([[float(host.compiling)]])  # equal on all workers
+            if compiling:  # training goes on, and the controller asks again
+                return {"weighed": None}
+            found = weigh(self._workers, peers)
+            found = found._replace(seconds=found.seconds + self._preparing)
+            self._preparing = 0.0
+            return {"weighed": found}
 
     def first_batch(self, peers: Peers) -> dict[str, Any]:
         """Return the gradient norms of the epoch's first batch, if declared."""

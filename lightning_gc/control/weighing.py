@@ -22,7 +22,6 @@ from lightning_gc.controllers.base import Candidate, Level, Weighed
 from lightning_gc.exchange.peers import Peers
 from lightning_gc.exchange.timeline import BucketWork, Module, timeline
 from lightning_gc.exchange.workers import Workers
-from lightning_gc.kernels import dispatch
 from lightning_gc.transports.accounting import seconds_between
 
 SAMPLE = 1 << 20
@@ -61,22 +60,11 @@ def weigh(workers: Workers, peers: Peers) -> Weighed:
     Raises:
         ValueError: another compressor, or no way to exchange between two steps.
     """
-    menu, device = workers.configuration.compressor, peers.device
-    if not isinstance(menu, Menu) or peers.timed is None:
-        raise ValueError(
-            f"Decision(weigh=True): choices of a Menu are weighed, where exchanges between two "
-            f"steps are possible; {menu} is none, or FSDP2 exchanges within its own passes."
-        )
     began, steps = time.perf_counter(), dict[Level, float]()
+    menu, levels = _choices(workers, peers)
+    device, exchange = peers.device, partial(_exchanged, workers, peers)
     shapes, part = _part(workers, SAMPLE)
-    levels: list[tuple[Level, str]] = [*((i, name) for i, name in enumerate(menu.names, 1))]
-    levels.append((None, UNCOMPRESSED))
-    exchange = partial(_exchanged, workers, peers)
-    for level, _ in levels:
-        first = exchange(level, shapes, part, 1)  # allocates, and begins to compile for the host
-    waits = time.perf_counter()
-    dispatch.host.wait()  # compiled once for all runs, which is no cost of this one
-    began += time.perf_counter() - waits
+    first = exchange(None, shapes, part, 1)
     sizes = [sum(_numel(workers.shapes[name]) for name in names) for names in workers.layout]
     share = max(sizes) / max(part.numel(), 1)
     times = 2 if device.type == "cpu" else 4
@@ -96,6 +84,26 @@ def weigh(workers: Workers, peers: Peers) -> Weighed:
     now = menu.level if requested is None else requested[0]
     found = tuple(Candidate(level, name, steps[level] - steps[now]) for level, name in levels)
     return Weighed(time.perf_counter() - began, found)
+
+
+def prepare(workers: Workers, peers: Peers) -> None:
+    """Exchange once with each choice: that allocates, and begins to compile for the host."""
+    _, levels = _choices(workers, peers)
+    shapes, part = _part(workers, SAMPLE)
+    for level, _ in levels:
+        _exchanged(workers, peers, level, shapes, part, 1)
+
+
+def _choices(workers: Workers, peers: Peers) -> tuple[Menu, list[tuple[Level, str]]]:
+    """Return the menu, and level and name of each choice; uncompressed is the last one."""
+    menu = workers.configuration.compressor
+    if not isinstance(menu, Menu) or peers.timed is None:
+        raise ValueError(
+            f"Decision(weigh=True): choices of a Menu are weighed, where exchanges between two "
+            f"steps are possible; {menu} is none, or FSDP2 exchanges within its own passes."
+        )
+    levels: list[tuple[Level, str]] = [*((i, name) for i, name in enumerate(menu.names, 1))]
+    return menu, [*levels, (None, UNCOMPRESSED)]
 
 
 def _part(workers: Workers, enough: float) -> tuple[dict[str, tuple[int, ...]], Tensor]:

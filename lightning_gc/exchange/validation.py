@@ -6,8 +6,9 @@ import functools
 import hashlib
 import itertools
 import os
+import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,7 +175,7 @@ def refuse_steps_within_backward(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_own_gradients(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], fix: str
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], cause: Callable[[], str]
 ) -> None:
     """Raise RuntimeError if an optimizer would step on gradients that were not exchanged.
 
@@ -183,7 +184,7 @@ def refuse_own_gradients(
     Args:
         optimizer: its step comes next, and nothing was exchanged since the last one.
         names: parameter -> name, of those whose gradients should have been exchanged.
-        fix: what to do.
+        cause: returns why, as far as it is known, and what to do.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -191,8 +192,62 @@ def refuse_own_gradients(
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step was called, but no gradient has been "
                     f"exchanged since its last step, such as that of {names[param]}, so workers "
-                    f"would drift apart. {fix}."
+                    f"would drift apart. {cause()}."
                 )
+
+
+def not_reached(ddp: DistributedDataParallel, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
+    """Return the parameters that a backward pass of DDP has not reached, so that it never ended.
+
+    Torch's own check says whether it ended, and lists the parameters by number. Their gradients
+    would not show it: one may be left from an earlier pass.
+    """
+    try:
+        ddp._check_reducer_finalized()
+    except RuntimeError as error:
+        listed = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+    else:
+        return {}
+    exchanged = {p: n for p, n in names.items() if n not in ddp.parameters_to_ignore}
+    if listed is not None and len(exchanged) == len(ddp.reducer.get_backward_stats()):
+        numbered = list(exchanged.items())
+        return dict(numbered[int(number)] for number in listed[1].split())
+    return {p: n for p, n in exchanged.items() if p.grad is None or not bool(p.grad.any())}
+
+
+def why_not_reached(ddp: DistributedDataParallel, unreached: Mapping[Tensor, str], fix: str) -> str:
+    """Return why DDP waits for parameters' gradients, and what to do.
+
+    Args:
+        ddp: the module.
+        unreached: parameter -> name.
+        fix: how ``find_unused_parameters=True`` is written.
+    """
+    several, frozen = len(unreached) > 1, not any(param.requires_grad for param in unreached)
+    names = in_short(list(unreached.values()))
+    if frozen:
+        waits = f"{names}, which {'were' if several else 'was'} frozen after DDP was made"
+    else:
+        waits = f"{names}, which took no part in this worker's loss"
+    if ddp.static_graph:
+        fix = f"static_graph=True allows no change of the graph. Leave it out and write {fix}"
+    elif ddp.find_unused_parameters:
+        fix = (
+            "find_unused_parameters=True is set and took them for used. Call backward() without "
+            "inputs=, and let forward return tensors, or lists, dicts or dataclasses of tensors"
+        )
+    else:
+        them = "them" if several else "it"
+        them = f"freeze {them} before" if frozen else f"let the loss depend on {them}"
+        fix = f"If that is intended, write {fix}. Otherwise {them}"
+    return f"DDP waits for the gradient{'s' * several} of {waits}. {fix}"
+
+
+def in_short(names: Sequence[str], most: int = 6) -> str:
+    """Return names as one reads them; of a long list the first ones and how many more."""
+    if len(names) > most:
+        return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def refuse_complex_parameters(names: Mapping[Tensor, str], compressor: Compressor) -> None:
@@ -207,12 +262,17 @@ def refuse_complex_parameters(names: Mapping[Tensor, str], compressor: Compresso
 
 
 def refuse_unsynchronised(
-    module: nn.Module, names: Mapping[Tensor, str], optimizers: Iterable[torch.optim.Optimizer]
+    module: nn.Module,
+    names: Mapping[Tensor, str],
+    optimizers: Iterable[torch.optim.Optimizer],
+    elsewhere: str,
 ) -> None:
     """Raise RuntimeError if a parameter is trained, but is none of ``names``, which are exchanged.
 
     DDP exchanges what required a gradient when it was made. Parameters that are unfrozen, added or
     swapped later would be trained by each worker on its own, and plain DDP does not notice.
+
+    ``elsewhere``: what to do about a tensor of an optimizer that is not the module's; maybe empty.
     """
     for name, param in module.named_parameters():
         if param.requires_grad and param.numel() and param not in names:
@@ -229,8 +289,8 @@ def refuse_unsynchronised(
                         f"Parameter group {number} of {type(optimizer).__name__} has a tensor of "
                         f"shape {tuple(param.shape)} that is not a parameter of the module. Its "
                         f"gradient is not exchanged here, so workers may drift apart. Make it a "
-                        f"parameter of the module before the fit, or set requires_grad=False. If "
-                        f"another module exchanges it, leave attach(optimizers=...) out."
+                        f"parameter of the module before the fit, or set requires_grad=False."
+                        f"{elsewhere and ' '}{elsewhere}"
                     )
 
 

@@ -12,34 +12,47 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib
+import logging
 import os
 import pkgutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_gc.core.notices import say, waiting
 
+_log = logging.getLogger(__name__)
 MAX_NUMEL = 1 << 30  # kernels count in int32
 ROUNDED = frozenset({"low_rank"})
 """Families whose kernels equal torch's operations up to rounding."""
 _SOURCES = Path(__file__).with_name("host")
 _watched: set[str] | None = None
+_told: set[str] = set()  # causes of warnings
 _SLOW = 2.0  # seconds after which a compilation is said
 _POLL = 0.2  # seconds between two looks at another process
+_ROOM = 16 << 20  # bytes, three times what all families take
+
+
+class _LostError(Exception):
+    """A kernel is asked for that is in no file."""
+
+
+class _RefusedError(RuntimeError):
+    """A family did not pass its test after it had been compiled."""
 
 
 class HostFamilies:
@@ -50,6 +63,8 @@ class HostFamilies:
            operations ends with them.
         2. A family is used only after its self-test has passed in this process.
         3. One process of a machine compiles a family; the others read the result.
+        4. An exchange compiles nothing, whatever the files contain. Damaged files are deleted and
+           compiled again, as missing ones are.
 
     Example:
         >>> families = HostFamilies()
@@ -80,11 +95,20 @@ class HostFamilies:
         if _watched is not None:
             _watched.add(family)
         if known is None:
-            leave = self._running and family not in ROUNDED and not _is_compiled(family)
-            known = self._works[family] = False if leave else _compile(family)
-            if leave:
-                self._leave(family)
+            known = self._works[family] = self._first_answer(family)
         return known
+
+    def _first_answer(self, family: str) -> bool:
+        if find_spec("numba") is None:
+            return False
+        error = _load(family)
+        if error is None or isinstance(error, _RefusedError):
+            return _tell({family: error})[family]
+        leave = self._running and family not in ROUNDED
+        if leave:
+            self._leave(family)
+            return False
+        return _compile(family)
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
@@ -106,6 +130,11 @@ class HostFamilies:
         if thread is not None:
             with waiting("Waiting for compiled kernels", _SLOW):
                 thread.join()
+
+    @property
+    def compiling(self) -> bool:
+        """Whether families are being compiled, so that exchanges do not have them yet."""
+        return self._thread is not None
 
     def close(self) -> None:
         """Stop the thread. The other process ends by itself, and the next run has its result."""
@@ -140,16 +169,15 @@ class HostFamilies:
                 while not mine():
                     if self._ending.is_set():
                         return
-                if not all(map(_is_compiled, families)):
-                    self._follow(families)
+                errors = _prepare(families, self._follow)
             if self._ending.is_set():
                 return
-            works = {family: _trial(family) for family in families}
+            works = _tell(errors)
             with self._lock:
                 self._made |= works
                 self._left = [family for family in self._left if family not in works]
 
-    def _follow(self, families: list[str]) -> None:
+    def _follow(self, families: list[str], damaged: bool) -> None:
         """Compile in another process of low priority, and say when it begins and ends."""
         names = ", ".join(families)
         say(
@@ -162,18 +190,22 @@ class HostFamilies:
         while child.poll() is None:
             if self._ending.wait(_POLL):
                 return
+        if not all(map(_is_compiled, families)):
+            return
         say("The kernels of %s are ready, after %.0f s.", names, time.monotonic() - began)
 
 
 host = HostFamilies()
-os.register_at_fork(after_in_child=host.forked)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=host.forked)
 
 
 def compile_families(families: list[str]) -> None:
     """Compile and test numba's families; the entrance of the other process."""
-    os.nice(10)
+    if hasattr(os, "nice"):
+        os.nice(10)
     for family in families:
-        _trial(family)
+        _make(family)
 
 
 def _child(families: list[str]) -> subprocess.Popen[bytes]:
@@ -191,41 +223,156 @@ def _child(families: list[str]) -> subprocess.Popen[bytes]:
 
 def _compile(family: str) -> bool:
     """Compile a family in this process, or wait for another one that does; return if it works."""
-    if _is_compiled(family):
-        return _trial(family)
+
+    def here(families: list[str], damaged: bool) -> None:
+        if damaged:  # this process may have loaded some of it
+            _child(families).wait()
+        else:
+            _make(family)
+
     line = f"Compiling numba's kernels of {family}, once per machine"
     with waiting(line, _SLOW), _locked() as mine:
         while not mine():
             pass
-        return _trial(family)
+        return _tell(_prepare([family], here))[family]
 
 
-def _trial(family: str) -> bool:
-    """Test a family, which compiles what is not compiled."""
-    if find_spec("numba") is None:
-        return False
-    try:
-        from lightning_gc.kernels.host import self_test
+def _prepare(
+    families: list[str], compile_them: Callable[[list[str], bool], None]
+) -> dict[str, Exception | None]:
+    """Load families, and compile the missing ones, as the machine's only compiler.
 
-        self_test(family)
-        with contextlib.suppress(OSError):  # of another user; the next run compiles again
-            _mark(family).touch()
-    except Exception as error:  # any exception of a compiler, or of a folder that cannot be written
-        warnings.warn(
-            f"numba's kernels of {family} do not run here ({type(error).__name__}: {error}); "
-            f"torch's operations are used instead, with the same results in more time.",
-            stacklevel=2,
+    Args:
+        families: modules of ``kernels.host``.
+        compile_them: compiles families; it is told whether their files were damaged.
+
+    Returns:
+        Why a family does not run, or None.
+    """
+    errors = {family: _load(family) for family in families}
+    lost = [f for f, e in errors.items() if e is not None and not isinstance(e, _RefusedError)]
+    if not lost:
+        return errors
+    damaged = [family for family in lost if _is_compiled(family)]
+    if damaged:
+        say(
+            "numba's kernels of %s in %s are damaged (%s). They are deleted and compiled again.",
+            *(", ".join(damaged), _folder(), _cause(errors[min(damaged)])),
         )
-        return False
-    return True
+        for file in _folder().iterdir():
+            if file.suffix in {".nbi", ".nbc", ".compiled"}:
+                with contextlib.suppress(OSError):  # of another user; the next test says so
+                    file.unlink()
+    unkept = _unkept()
+    if unkept is not None:
+        return errors | dict.fromkeys(lost, unkept)
+    compile_them(lost, bool(damaged))
+    return errors | {family: _load(family) for family in lost}
+
+
+def _load(family: str) -> Exception | None:
+    """Test a family that is compiled; return why it does not run."""
+    if not _is_compiled(family):
+        return _LostError("its files are missing")
+    try:
+        refused = _mark(family).read_text()
+        if refused:
+            return _RefusedError(refused)
+        with _uncompiled_refused():
+            _test(family)
+    except Exception as error:  # any exception of a damaged file
+        return error
+    return None
+
+
+def _make(family: str) -> None:
+    """Compile and test a family, and note in a file that it works, or why not."""
+    refused = ""
+    try:
+        _test(family)
+    except (OSError, MemoryError):  # may pass with the next run
+        return
+    except Exception as error:  # any exception of a compiler, which would come again
+        refused = f"{type(error).__name__}: {error}"
+    with contextlib.suppress(OSError):  # of another user; the next run compiles again
+        _mark(family).write_text(refused)
+
+
+def _test(family: str) -> None:
+    from lightning_gc.kernels.host import self_test
+
+    self_test(family)
+
+
+@contextlib.contextmanager
+def _uncompiled_refused() -> Iterator[None]:
+    """Raise an exception where this thread would compile a kernel of this package."""
+    from numba.core import event
+
+    thread = threading.get_ident()
+
+    class Refusal(event.Listener):
+        def on_start(self, started: Any) -> None:
+            of = started.data["dispatcher"].py_func.__module__
+            if threading.get_ident() == thread and of.startswith(__package__):
+                raise _LostError("files are missing")
+
+        def on_end(self, ended: Any) -> None: ...
+
+    with event.install_listener("numba:compile", Refusal()):
+        yield
+
+
+def _unkept() -> Exception | None:
+    """Return why the folder cannot keep compiled kernels: it is full, or cannot be written."""
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=_folder()) as file:
+            file.write(bytes(_ROOM))
+            file.flush()
+    except OSError as error:
+        return OSError(f"{error.strerror} in {_folder()}")
+    except Exception as error:  # numba knows no folder, or cannot be imported
+        return error
+    return None
+
+
+def _tell(errors: Mapping[str, Exception | None]) -> dict[str, bool]:
+    """Return which families run, and warn about the others, once for each cause."""
+    causes: dict[str, list[str]] = {}
+    for family, error in errors.items():
+        if error is not None:
+            causes.setdefault(_cause(error), []).append(family)
+    for cause, families in causes.items():
+        if cause not in _told:
+            _told.add(cause)
+            _log.warning(
+                "numba's kernels of %s do not run here (%s). Torch's operations are used instead, "
+                "with the same results in more time. %s",
+                *(", ".join(families), cause, _fix()),
+            )
+    return {family: error is None for family, error in errors.items()}
+
+
+def _cause(error: Exception | None) -> str:
+    own = isinstance(error, _LostError | _RefusedError)
+    return f"{error}" if own else f"{type(error).__name__}: {error}"
+
+
+def _fix() -> str:
+    other = f"set NUMBA_CACHE_DIR to a folder that can be written and has {_ROOM >> 20} MB of room"
+    try:
+        return f"To compile them again, rm -r {_folder()}, or {other}."
+    except Exception:  # numba knows no folder, or cannot be imported
+        return f"If numba can be imported, {other}."
 
 
 def _is_compiled(family: str) -> bool:
-    """Return whether a family needs no compilation: it is compiled here, or cannot be."""
+    """Return whether a family has been compiled here, with or without success."""
     try:
-        return find_spec("numba") is None or _mark(family).exists()
-    except (ImportError, RuntimeError, OSError):  # which the test meets too, and then says
-        return True
+        return _mark(family).exists()
+    except (ImportError, RuntimeError, OSError):
+        return False
 
 
 def uncompiled() -> list[str]:
@@ -266,17 +413,19 @@ def _locked() -> Iterator[Callable[[], bool]]:
     try:
         _folder().mkdir(parents=True, exist_ok=True)
         file = os.open(_folder() / "compiling.lock", os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError:  # of another user: two processes may compile the same
+    except (OSError, RuntimeError, ImportError):  # no folder: two processes may compile the same
         yield lambda: True
         return
 
     def mine() -> bool:
         try:
+            import fcntl  # POSIX only
+
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(_POLL)
             return False
-        except OSError:  # a network's file system without locks
+        except (OSError, ImportError):  # a network's file system without locks, or Windows
             return True
         return True
 

@@ -39,7 +39,15 @@ def first(numel: int, k: int, key: int | Tensor, device: torch.device, *, step: 
     Example:
         >>> first(10, 3, 7, torch.device("cpu")).unique().numel()
         3
+
+    Raises:
+        ValueError: there are more positions than a message can name.
     """
+    if numel >= 1 << 31:
+        raise ValueError(
+            f"{numel} elements: random positions are numbers below 2**31; split the "
+            f"parameter, or take a method without random positions, such as QSGD(4)"
+        )
     x = torch.arange(k, device=device)
     if isinstance(key, Tensor):
         words: list[int] | Tensor = word(key.view(1), step, torch.arange(3 * ROUNDS, device=device))

@@ -263,11 +263,25 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
             self.verify,
             self._more_workers,
             self._common_weights if share else None,
-            "In manual optimization, call self.manual_backward(loss) instead of loss.backward()",
+            self._bypassed(),
+            f"{type(self).__name__}(..., find_unused_parameters=True)",
+            elsewhere="",
         )
         self._attached = make(setup)
         here = {self.local_workers.local(param): name for param, name in self.names.items()}
         self._lookahead = Lookahead(share, here) if share else None
+
+    def _bypassed(self) -> str:
+        """Return what to do where a step follows no backward pass of the Trainer's."""
+        if self.lightning_module.automatic_optimization:
+            return (
+                "Leave backward passes and steps to the Trainer, or set automatic_optimization = "
+                "False and call self.manual_backward(loss)"
+            )
+        return (
+            "Call self.manual_backward(loss) instead of loss.backward(), and the last one before "
+            "a step outside of no_sync()"
+        )
 
     def _common_weights(self) -> Iterable[Tensor]:
         assert self._lookahead is not None

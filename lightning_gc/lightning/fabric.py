@@ -175,6 +175,8 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
             verify=self.verify,
             bypassed="Call the module that fabric.setup returned, not the one it was given, and "
             "step after a backward pass outside of fabric.no_backward_sync",
+            unused=f"{type(self).__name__}(..., find_unused_parameters=True)",
+            elsewhere="If it is another module's, give that module to fabric.setup.",
         )
         self._attached[module] = AttachedDDP(ddp, setup).watch()
         return ddp

@@ -381,7 +381,8 @@ class Listener:
             self.note(type(why).__name__, f"hung up on {_peer(guest.link)}: {why}")
         with contextlib.suppress(OSError):
             guest.link.send(guest.channel.out)  # a refusal
-        self._selector.unregister(guest.link)
+        with contextlib.suppress(KeyError):  # a selector that fails to modify has forgotten it
+            self._selector.unregister(guest.link)
         guest.link.close()
 
     def note(self, kind: str, text: str) -> None:
@@ -438,6 +439,8 @@ class Listener:
                 self._pause(error)
                 return
             self._greet(link)
+            if self._paused:
+                return
 
     def _greet(self, link: socket.socket) -> None:
         guest = Guest(link, Channel(self._seal, self.place, False, self._most, "a visitor"), 0.0)
@@ -468,8 +471,11 @@ class Listener:
         """Drop strangers that are too many or too late; go on after a pause."""
         now = time.monotonic()
         if self._paused and now >= self._paused:
-            self._paused = 0.0
-            self._selector.register(self._server, selectors.EVENT_READ)
+            try:
+                self._selector.register(self._server, selectors.EVENT_READ)
+                self._paused = 0.0
+            except OSError:  # as before the pause
+                self._paused = now + PAUSE
         for guest in [*self._strangers]:
             crowded = len(self._strangers) > STRANGERS
             if not crowded and now < guest.limit:

@@ -293,7 +293,10 @@ def refuse_pass(unit: Unit, names: Mapping[Tensor, str], numel: int, *, divided:
 
 
 def refuse_new_parameters(
-    model: nn.Module, names: Mapping[Tensor, str], optimizers: Iterable[torch.optim.Optimizer]
+    model: nn.Module,
+    names: Mapping[Tensor, str],
+    optimizers: Iterable[torch.optim.Optimizer],
+    elsewhere: str,
 ) -> None:
     """Raise RuntimeError for a parameter that is trained now, and was not when training began.
 
@@ -301,11 +304,12 @@ def refuse_new_parameters(
         model: with units.
         names: sharded parameter -> name, of all that were trained then.
         optimizers: of the model.
+        elsewhere: as for ``refuse_unsynchronised``.
     """
     known = dict(names)
     for unit in units_of(model):
         known |= dict.fromkeys(unit.stands_in(), unit.name)
-    refuse_unsynchronised(model, known, optimizers)
+    refuse_unsynchronised(model, known, optimizers, elsewhere)
 
 
 def refuse_settings(owner: str, way: Way, mesh_arguments: Mapping[str, Any] | None = None) -> None:

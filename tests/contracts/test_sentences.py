@@ -124,6 +124,27 @@ class SendsElsewhere(TopK):
         yield from super().flow(*given)
 
 
+class SendsOthersNext(TopK):
+    """Takes turns, and forgets that the number of elements then varies with the step."""
+
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        return torch.arange(buffer.numel())[bucket.step % 10 :: 10]
+
+    def most(self, numel: int) -> int:
+        return -(-numel // 10)
+
+
+class Unsorted(SendsOthersNext):
+    def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
+        return torch.arange(0, buffer.numel(), 10).flip(0)
+
+
+class PartsReplicas(BlockMeans):
+    def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        yield from super().rounds(bucket, buffer, out)
+        out.add_(bucket.worker)
+
+
 class Trusts(Largest):
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         at, value = payload
@@ -212,6 +233,20 @@ BROKEN: dict[Callable[[], None], str] = {
     lambda: law.test_5_payloads_are_as_declared(Undeclared(), 19): (
         r"law 5 .*'value' is \(1,\) torch.float32, not Field"
     ),
+    lambda: law.test_5_payloads_are_as_declared(SendsOthersNext(0.1), 101): (
+        "law 5 for 'normal' of 101 elements in step 1: 'values' .* choose returned 10 positions, "
+        r"where most\(101\) is 11 and ragged is False"
+    ),
+    lambda: law.test_nothing_is_lost(SendsOthersNext(0.1), 2, torch.float32): (
+        "breaks a law of exchanges for 2 workers .* nothing has damaged is refused: .* shapes"
+    ),
+    lambda: law.test_8_recovers_from_finite_spikes(SendsOthersNext(0.1)): (
+        "law 8 for one element of 1e38 on 1 of 2 workers.* nothing has damaged is refused"
+    ),
+    lambda: law.test_1_takes_and_leaves_the_rest(Unsorted(0.1), 19): (
+        r"law 3 for 'normal' of 19 elements: choose returned positions that do not ascend: \[10, 0"
+    ),
+    lambda: law.test_2_adds(Unsorted(0.1), 101): "law 2 for .* nothing has damaged is refused",
     lambda: law.test_6_randomness_is_private(Draws()): "law 6: it drew from torch's global",
     lambda: law.test_7_trusts_no_bytes(Trusts()): (
         "law 7 for a damaged payload .*: IndexError in decode: .* raise ValueError with a sentence"
@@ -262,6 +297,20 @@ def test_an_exception_of_the_plug_in_says_for_which_input() -> None:
     assert caught.value.__notes__ == [
         "Raised by FailsAlone(spare=1) while law 1 was tested for 'normal' of 1 element."
     ]
+
+
+def test_laws_are_tested_in_their_order() -> None:
+    """Else an author first meets a late law, with a message that looks damaged."""
+    order = [each.__name__ for each in reversed(CompressorContract.__mro__[1:-1])]
+    assert order[0] == "CodecContract"
+    assert order[-1] == "RecoveryContract"
+
+
+def test_parted_replicas_say_which_law_was_tested() -> None:
+    with pytest.raises(AssertionError, match="Worker 1's mean differs") as caught:
+        law.test_zeros_stay_zeros(PartsReplicas(), 2)
+    (note,) = caught.value.__notes__
+    assert "a law of exchanges was tested for zeros of 2 workers" in note
 
 
 def test_every_assertion_of_a_contract_speaks() -> None:

@@ -151,6 +151,82 @@ def test_a_trainer_trains_twice_and_compiled(tmp_path: Path) -> None:
     assert plain[1][0] != plain[1][1]
 
 
+def logged(worker: int, folder: str, with_ours: bool) -> dict[str, Any]:
+    """A Trainer logs, evaluates and saves, with a reporter and a callback that reads losses."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from lightning_gc import Identity, TopK
+    from lightning_gc.huggingface import CompressedGradients
+
+    seen: list[dict[str, Any]] = []
+
+    class Reporter(TrainerCallback):
+        """Is told before callbacks that are added later, as W&B's is; stops at step 9."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            seen.append(dict(logs))
+            control.should_training_stop = "loss" in logs and state.global_step == 9
+
+    data: Any = [
+        {"x": row, "labels": row}
+        for row in torch.randn(96, 8, generator=torch.Generator().manual_seed(1)).unbind()
+    ]
+    options: dict[str, Any] = {"use_cpu": True, "ddp_backend": "gloo", "report_to": "none"}
+    options |= {"disable_tqdm": True, "logging_steps": 3, "logging_first_step": True}
+    options |= {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 3, "max_steps": 12}
+
+    def train(out: Path, compressor: Any, resumed: str | None = None) -> Any:
+        torch.manual_seed(0)
+        arguments = TrainingArguments(str(out), per_device_train_batch_size=4, **options)
+        given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data[:8]}
+        trainer = Trainer(Scored(), arguments, callbacks=[Reporter()], **given)
+        if compressor is not None:
+            CompressedGradients(trainer, compressor, min_numel=0)
+        seen.clear()
+        result = trainer.train(resume_from_checkpoint=resumed)
+        return trainer, result.training_loss
+
+    out = Path(folder)
+    trainer, mean = train(out / "first", Identity() if with_ours else None)
+    found = {"history": trainer.state.log_history, "mean": mean, "told": [*seen]}
+    if with_ours:
+        straight, _ = train(out / "straight", TopK(0.1))
+        other, _ = train(out / "other", TopK(0.1), str(out / "straight" / "checkpoint-6"))
+        found["ends"] = digest(straight.model), digest(other.model)
+        found["folders"] = sorted(each.name for each in (out / "other").iterdir())
+        for each in (out / "straight" / "checkpoint-3").glob("compression-*"):
+            each.unlink(missing_ok=True)  # the other worker deletes, too
+        try:
+            train(out / "none", TopK(0.1), str(out / "straight" / "checkpoint-3"))
+        except (ValueError, FileNotFoundError) as error:
+            found["refused"] = str(error), (out / "none" / "checkpoint-3").exists()
+    return found
+
+
+def test_the_log_of_a_trainer_is_what_it_is_without_us(tmp_path: Path) -> None:
+    """Besides our figures; a run resumes from the folder that it is given."""
+    needed("transformers_trainer")
+    with_ours = run_in_processes(logged, 2, str(tmp_path / "ours"), True)
+    without = run_in_processes(logged, 2, str(tmp_path / "plain"), False)
+    for ours, plain in zip(with_ours, without, strict=True):
+        assert ours["mean"] == plain["mean"]
+        for kind in ("history", "told"):
+            assert _untimed(ours[kind]) == _untimed(plain[kind])
+            figures = ["compression/total_ratio" in entry for entry in ours[kind]]
+            assert figures == [bool({"loss", "train_loss"} & {*e}) for e in ours[kind]]
+        assert ours["ends"][0] == ours["ends"][1]
+        assert "checkpoint-6" not in ours["folders"]
+        sentence, made = ours["refused"]
+        assert "was written without CompressedGradients" in sentence
+        assert not made
+
+
+def _untimed(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the Trainer says besides our figures and clocks."""
+    clocks = ("compression/", "train_runtime", "eval_runtime", "train_s", "train_t", "eval_s")
+    return [{k: v for k, v in each.items() if not k.startswith(clocks)} for each in entries]
+
+
 def test_a_worker_reads_no_other_objects_than_tensors(tmp_path: Path) -> None:
     """A prepared file in a checkpoint ends in an error."""
     needed("transformers_trainer")

@@ -142,6 +142,70 @@ def test_an_optimizer_that_steps_in_the_backward_pass_is_refused() -> None:
             assert text.startswith("RuntimeError: body.0.weight has an optimizer that steps within")
 
 
+class Parts(nn.Module):
+    """Uses ``head`` only if asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, whole: bool = False) -> Tensor:
+        out: Tensor = self.body(x)
+        return self.head(out) if whole else out
+
+
+def waiting(worker: int) -> dict[str, str]:
+    """A parameter that no loss reaches, in one of several ways; what the step says."""
+    dist.init_process_group("gloo")
+
+    def train(prepare: Any, whole: tuple[bool, ...], **options: Any) -> str:
+        torch.manual_seed(0)
+        net = Parts()
+        ddp = DistributedDataParallel(net, **options)
+        handle = attach(ddp, QSGD(4), min_numel=0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def steps() -> None:
+            for step, x in enumerate(batches(worker)[: len(whole)]):
+                prepare(net, step)
+                optimizer.zero_grad(set_to_none=False)
+                error(ddp(x, whole=whole[step]), x).backward()
+                optimizer.step()
+
+        text = said(steps)
+        handle.close()
+        return text or digest(net)
+
+    def freeze(net: Parts, step: int) -> None:
+        net.head.requires_grad_(step == 0)
+
+    def left_over(net: Parts, step: int) -> None:
+        pass
+
+    return {
+        "never used": train(left_over, (False,)),
+        "used before": train(left_over, (True, False)),
+        "frozen late": train(freeze, (True, True)),
+        "static": train(left_over, (True, False), static_graph=True),
+        "allowed": train(left_over, (True, False), find_unused_parameters=True),
+    }
+
+
+def test_parameters_that_the_loss_does_not_reach_are_named() -> None:
+    """With the setting that allows them, whether or not they have a gradient of an earlier step."""
+    zero, one = run_in_processes(waiting, 2)
+    assert zero["allowed"] == one["allowed"]
+    for found in (zero, one):
+        for case in ("never used", "used before", "frozen late", "static"):
+            text = found[case]
+            assert text.startswith("RuntimeError: SGD.step was called, but no gradient has"), case
+            assert "gradients of head.weight and head.bias, which" in text, case
+            assert "DistributedDataParallel(..., find_unused_parameters=True)" in text, case
+            assert "ddp.module" not in text, case
+            assert ("frozen after DDP was made" in text) == (case == "frozen late")
+            assert ("static_graph=True allows no" in text) == (case == "static")
+
+
 def in_fabric(worker: int, package: str) -> dict[str, str]:
     def train(way: Any) -> str:
         loop = FabricLoop(package, worker, QSGD(4))
@@ -167,7 +231,10 @@ def in_fabric(worker: int, package: str) -> dict[str, str]:
         accumulated(loop, x[:4])
         loop.fabric.backward(error(loop.model(x[4:]), x[4:]))
 
-    return {way.__name__: train(way) for way in (inner, accumulated, right)}
+    def partly(loop: Any, x: Tensor) -> None:
+        loop.fabric.backward(error(loop.model(x), x), inputs=[loop.net.head.weight])
+
+    return {way.__name__: train(way) for way in (inner, accumulated, partly, right)}
 
 
 @pytest.mark.parametrize("package", PACKAGES[:1])
@@ -178,6 +245,7 @@ def test_fabric_s_inner_module_is_refused(package: str) -> None:
         for name in ("inner", "accumulated"):
             assert "SGD.step was called, but no gradient has been exchanged" in found[name]
             assert "Call the module that fabric.setup returned" in found[name]
+        assert "CompressedFabricStrategy(..., find_unused_parameters=True)" in found["partly"]
 
 
 def in_accelerate(worker: int) -> dict[str, str]:

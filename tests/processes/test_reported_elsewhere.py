@@ -193,6 +193,14 @@ class Raw(Manual):
     raw = True
 
 
+class Spare(Plain):
+    """Has a layer that no loss reaches, and leaves its passes to the Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = torch.nn.Linear(8, 8)
+
+
 class RawLater(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.raw = batch_idx == 1
@@ -204,7 +212,7 @@ def by_hand(worker: int) -> tuple[int, list[str]]:
         left = fit(ddp(TopK(0.1)), Manual, common_batches(16, 4), devices=2)
         texts = [
             said(fit, ddp(TopK(0.1)), module, common_batches(16, 4), devices=2)
-            for module in (Raw, RawLater)
+            for module in (Raw, RawLater, Spare)
         ]
     return left["rounds"][0], texts
 
@@ -213,6 +221,10 @@ def test_a_backward_pass_that_exchanges_nothing_is_refused() -> None:
     """Workers drifted apart without a word (Lightning#9237), in all steps or in a later one."""
     for rounds, texts in run_in_processes(by_hand, 2):
         assert rounds == 2
+        spare = texts.pop()
+        assert "DDP waits for the gradients of extra.weight and extra.bias" in spare
+        assert "CompressedDDPStrategy(..., find_unused_parameters=True)" in spare
+        assert "manual_backward" not in spare
         for text in texts:
             assert text.startswith("RuntimeError: SGD.step was called, but no gradient has been")
             assert "self.manual_backward(loss) instead of loss.backward()" in text

@@ -44,6 +44,7 @@ class Scripted(Auto):
             weighed = Weighed(0.0, tuple(more))
         told = replace(
             observation,
+            step_seconds=took,
             each_step=(took,) * min(observation.steps, 64),
             weighed=weighed,
             exchanges=(),

@@ -110,6 +110,8 @@ def test_by_name(kind: str) -> None:
         (lambda: CompressedDDPStrategy(OWN, controller=Auto("feedback")), "leave allow out"),
         (lambda: Auto("rouding"), "give 'rounding', 'feedback', or a Menu"),
         (lambda: CompressedDDPStrategy("auto", controller=Auto(7)), "or a Menu"),
+        (lambda: Auto(["rounding"]), r"Auto\(allow=\['rounding'\]\): give 'rounding'"),
+        (lambda: Auto(QSGD(4)), "or a Menu of your own, such as Menu"),
         (lambda: Auto(every=2), "at least 4 steps"),
         (lambda: CompressedDDPStrategy("auto", scheme="all_reduce"), "AllReduce"),
     ],

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gc.compressors.sparsifiers import sparse_codec
+from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.core.elias_fano import coded_bytes, decode, encode, most_bytes
+from lightning_gc.kernels import permutation
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -74,3 +75,18 @@ def test_without_waiting_for_a_device() -> None:
     assert decode(coded, 6, 1000, look=False).tolist() == positions.tolist()
     assert (decode(torch.zeros_like(coded), 6, 1000, look=False) >= 0).all()
     assert (decode(torch.full_like(coded, 255), 6, 1000, look=False) >= 0).all()
+
+
+def test_more_elements_than_int32_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With int8 and 100 elements as the narrow count, 300 equal magnitudes would wrap."""
+    assert topk_selection._counts(2**31 - 1) == torch.int32
+    assert topk_selection._counts(2**31) == torch.int64
+    with pytest.raises(ValueError, match=r"2147483648 elements: .* below 2\*\*31; split"):
+        permutation.first(2**31, 3, 7, torch.device("cpu"))
+    narrow = {True: torch.int8, False: torch.int64}
+    monkeypatch.setattr(topk_selection, "_counts", lambda numel: narrow[numel <= 100])
+    for numel in (100, 300):
+        equal = torch.ones(numel)
+        assert topk_selection.largest(equal, 5).tolist() == [0, 1, 2, 3, 4]
+        rows = topk_selection.largest_of_rows(equal.view(1, -1), 5)
+        assert rows.tolist() == [0, 1, 2, 3, 4]

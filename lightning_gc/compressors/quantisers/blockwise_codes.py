@@ -129,11 +129,13 @@ class JointBlocks(JointCodec):
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         return joint_of(bucket, scheme) != "no" and self.kernels(buffer) is not None
 
-    def in_rows(self, buffer: Tensor) -> bool:
-        return compiled(buffer, "blocks") and self.codec.in_kernels.kind != "book"
+    @property
+    def in_rows(self) -> bool:
+        return len(self.codec.numbers) > 1
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        if self.in_rows(buffer) and self.kernels(buffer) is None:
+        on_host = compiled(buffer, "blocks") and self.codec.in_kernels.kind != "book"
+        if on_host and self.kernels(buffer) is None:
             return self._host_table.encode(buffer)
         return super().encode(buffer, bucket)
 

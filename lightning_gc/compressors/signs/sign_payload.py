@@ -48,6 +48,10 @@ class JointSigns(JointCodec):
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
         return joint_of(bucket, scheme) != "no" and fused(buffer, "signs")
 
+    @property
+    def in_rows(self) -> bool:
+        return True
+
     def receive_all(
         self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
     ) -> None:

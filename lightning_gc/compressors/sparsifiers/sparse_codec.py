@@ -170,7 +170,8 @@ class JointSelection(JointCodec, WholeSelection):
         """Whether the number of elements depends on values."""
         return any(part.codec.ragged for part in self.parts)
 
-    def in_rows(self, buffer: Tensor) -> bool:
+    @property
+    def in_rows(self) -> bool:
         return True
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:

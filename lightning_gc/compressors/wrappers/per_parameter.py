@@ -133,7 +133,7 @@ class _Joint(NamedTuple):
     parts: Sequence[Part]
     codec: JointCodec | JointCollective  # of all parts
     cut: bool  # into shards
-    rows: Rows | None  # of shards; used where the codec codes a row together
+    rows: Rows | None  # of shards, if the codec says so
     in_row: JointCodec | None
 
     def flows(
@@ -144,7 +144,7 @@ class _Joint(NamedTuple):
             return [codec.flow(*given)]
         if codec.in_shards(bucket, buffer) is not None:
             return [codec.flow(*given)]
-        if self.rows is None or self.in_row is None or not codec.in_rows(buffer):
+        if self.rows is None or self.in_row is None:
             return [_alone(part, *given) for part in self.parts]
         return [flow_in_rows(self.in_row, self.rows, *given)]
 
@@ -207,11 +207,11 @@ def _plan(
         alike.setdefault(kind, []).append(part)
     alone = alike.pop(None, [])
     for some in alike.values():
-        rows, row = None, None
-        if joint == "shards" and len(some) > 1:
+        codec, rows, row = joined(tuple(some)), None, None
+        if joint == "shards" and len(some) > 1 and codec.in_rows:
             rows = Rows(tuple(some), workers)
             row = joined(rows.in_row)
-        joints.append(_Joint(some, joined(tuple(some)), joint == "shards", rows, row))
+        joints.append(_Joint(some, codec, joint == "shards", rows, row))
     return _Plan(alone, joints, whole)
 
 

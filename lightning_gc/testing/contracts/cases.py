@@ -222,13 +222,19 @@ def named(kind: str, numel: int) -> str:
 
 @contextlib.contextmanager
 def telling(who: object, law: str, on: str) -> Iterator[None]:
-    """Add to an exception of the instance's own code which law was asked, for which input."""
+    """Say of an exception which law was tested, and for which input.
+
+    A ValueError refuses a payload that nobody has damaged here, so the law is broken. Other
+    exceptions of the instance's own code get a note.
+    """
     try:
         yield
-    except AssertionError:
-        raise  # it says so itself
+    except ValueError as error:
+        what = f"a message that nothing has damaged is refused: {error}".removesuffix(".")
+        raise AssertionError(broken(who, law, what, on)) from error
     except Exception as error:
-        error.add_note(f"Raised by {who!r} while {law} was tested for {on}.")
+        if " breaks " not in str(error):  # else it says so itself
+            error.add_note(f"Raised by {who!r} while {law} was tested for {on}.")
         raise
 
 

@@ -117,50 +117,24 @@ def exchanged(
     It is the first exchange that compresses; earlier ones, of the same gradients, are dense.
     """
     lockstep = Lockstep(len(gradients), compressor, NoMemory(), seed=seed)
-    for _ in range(compressor.compressing_step(0) + 1):
-        result = lockstep.step([{"w": gradient} for gradient in gradients])
+    with telling(compressor, EXCHANGE, f"a parameter of {SHAPE} and {len(gradients)} workers"):
+        for _ in range(compressor.compressing_step(0) + 1):
+            result = lockstep.step([{"w": gradient} for gradient in gradients])
     return result.mean["w"], [error["w"] for error in result.errors]
 
 
-class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
-    """Tests compressors against their declarations.
-
-    Attributes:
-        instances: compressors to test; several configurations find more faults.
-        examples: damaged payloads per decoder.
-
-    Example:
-        >>> from lightning_gc import TopK
-        >>> from lightning_gc.testing.contracts import CompressorContract
-        >>> class TestMine(CompressorContract):
-        ...     instances = (TopK(0.05),)
-    """
-
-    def pytest_generate_tests(self, metafunc: Any) -> None:
-        found = codecs(self.instances)
-        cases.parametrize(
-            metafunc,
-            compressor=self.instances,
-            codec=found,
-            unbiased=[codec for codec in found if codec.traits.unbiased],
-            linear=[codec for codec in found if codec.traits.linear],
-            sparse=[codec for codec in found if isinstance(codec, SparseCodec)],
-            conserving=[c for c in self.instances if c.traits.conserves],
-            numel=[1, 2, 19, 101, 221],
-            workers=cases.WORKERS,
-            dtype=cases.DTYPES,
-        )
-        CollectiveContract.pytest_generate_tests(self, metafunc)
+class CodecContract:
+    """Tests codecs, then exchanges of any compressor. Part of ``CompressorContract``."""
 
     # Laws of the codec's arithmetic.
 
     def test_1_takes_and_leaves_the_rest(self, codec: Codec, numel: int) -> None:
         """``decode(encode(x)) + x_after == x_before``."""
         for kind, x in cases.tensors(numel).items():
-            on, buffer = named(kind, numel), x.clone()
-            with telling(codec, "law 1", on):
-                payload = codec.encode(buffer, cases.bucket_of(x))
-                sent = decoded(codec, payload, x)
+            on = named(kind, numel)
+            if isinstance(codec, SparseCodec):
+                ascending(codec, x, on)
+            payload, sent, buffer = conversed(codec, x, "law 1", on)
             rounding = 1e-6 * float(sent.abs().max())  # of x − C(x) + C(x), whatever x is
             gap = apart(sent + buffer, x, rtol=1e-5, atol=rounding)
             what = f"what decode adds and what encode left in the buffer do not sum to x: {gap}"
@@ -174,15 +148,14 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
 
     def test_2_adds(self, codec: Codec, numel: int) -> None:
         x = cases.tensors(numel)["normal"]
-        bucket = cases.bucket_of(x)
-        payload = codec.encode(x.clone(), bucket)
-        once = decoded(codec, payload, x)
+        bucket, on = cases.bucket_of(x), named("normal", numel)
+        payload, once, _ = conversed(codec, x, "law 2", on)
         out = torch.full_like(x, 5.0)
         codec.decode(payload, out, 2.0, bucket)
         codec.decode(payload, out, 1.0, bucket)
         gap = apart(out, 5.0 + 3.0 * once, rtol=1.3e-6, atol=1e-5)
         what = f"decode does not add scale times the payload to what out holds: {gap}"
-        assert gap is None, broken(codec, "law 2", what, named("normal", numel))
+        assert gap is None, broken(codec, "law 2", what, on)
 
     def test_3_keeps_its_bound(self, codec: Codec, numel: int) -> None:
         draws = 64 if draws_at_all(codec) else 1
@@ -195,21 +168,21 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
             assert excess is None, broken(codec, "law 3", f"{excess} by {bound!r}", on)
 
     def test_3_unbiased_if_declared(self, unbiased: Codec) -> None:
-        x = cases.tensors(221)["normal"]
+        x, on = cases.tensors(221)["normal"], named("normal", 221)
 
         def draw(step: int) -> Tensor:
-            payload = unbiased.encode(x.clone(), cases.bucket_of(x, step=step))
-            return decoded(unbiased, payload, x, step)
+            return conversed(unbiased, x, "law 3", f"{on} in step {step}", step)[1]
 
         what = "traits say unbiased, but the mean of 400 draws is not the tensor"
         mean = cases.unbiased(draw, x, 400)
-        assert mean, broken(unbiased, "law 3", what, named("normal", 221))
+        assert mean, broken(unbiased, "law 3", what, on)
 
     def test_3_linear_if_declared(self, linear: Codec) -> None:
         xs = [cases.tensors(221)[kind] for kind in ("normal", "heavy tails", "constant")]
-        payloads = [linear.encode(x.clone(), cases.bucket_of(x)) for x in xs]
+        made = [conversed(linear, x, "law 3", "tensors of 221 elements") for x in xs]
+        payloads = [payload for payload, _, _ in made]
         averaged = tuple(torch.stack(parts).mean(0) for parts in zip(*payloads, strict=True))
-        separately = torch.stack([decoded(linear, p, xs[0]) for p in payloads]).mean(0)
+        separately = torch.stack([sent for _, sent, _ in made]).mean(0)
         gap = apart(decoded(linear, averaged, xs[0]), separately, rtol=1.3e-6, atol=1e-5)
         what = f"traits say linear, but the mean of payloads decodes to something else: {gap}"
         assert gap is None, broken(linear, "law 3", what)
@@ -220,14 +193,12 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         what = f"flow is overridden, but {own}"
         assert type(sparse).flow is Codec.flow, broken(sparse, law, what)
         for kind, x in cases.tensors(numel).items():
-            bucket, before, on = cases.bucket_of(x), x.clone(), named(kind, numel)
-            chosen = sparse.choose(x, bucket)
+            before, on = x.clone(), named(kind, numel)
+            chosen = ascending(sparse, x, on)
             what = f"choose changed the buffer: {unequal(x, before)}"
             assert torch.equal(x, before), broken(sparse, law, what, on)
-            what = f"choose returned positions that do not ascend: {chosen.tolist()[:20]}"
-            assert (chosen[1:] > chosen[:-1]).all(), broken(sparse, law, what, on)
-            whole, rest, wanted = x.clone(), x.clone(), torch.zeros_like(x)
-            sent = decoded(sparse, sparse.encode(whole, bucket), x)
+            rest, wanted = x.clone(), torch.zeros_like(x)
+            _, sent, whole = conversed(sparse, x, law, on)
             sparse_codec.add(sparse_codec.take(rest, chosen, sparse.sent_dtype), wanted, 1.0)
             what = f"encode sends other values than the chosen ones: {unequal(sent, wanted)}; {own}"
             assert torch.equal(sent, wanted), broken(sparse, law, what, on)
@@ -245,20 +216,16 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         cases.turns(codec, size)
 
     def test_5_payloads_are_as_declared(self, codec: Codec, numel: int) -> None:
-        """Number, dtypes and lengths of tensors are as ``wire`` declares, for all values."""
-        declared = codec.wire(numel)
-        for kind, x in cases.tensors(numel).items():
-            on = named(kind, numel)
-            with telling(codec, "law 5", on):
-                payload = codec.encode(x.clone(), cases.bucket_of(x))
-            what = f"encode returned {len(payload)} tensors, wire declares {len(declared)}"
-            assert len(payload) == len(declared), broken(codec, "law 5", what, on)
-            for tensor, field in zip(payload, declared, strict=True):
-                sent = tensor.numel()
-                is_so = tensor.dim() == 1 and tensor.dtype == field.dtype and sent <= field.length
-                is_so = is_so and (field.varies != "no" or sent == field.length)
-                what = f"{field.name!r} is {tuple(tensor.shape)} {tensor.dtype}, not {field!r}"
-                assert is_so, broken(codec, "law 5", what, on)
+        """Number, dtypes and lengths of tensors are as ``wire`` declares, for all values.
+
+        A class may choose by the step, so each tensor is encoded in two steps.
+        """
+        for other, (kind, x) in enumerate(cases.tensors(numel).items(), 1):
+            for step in (0, other):
+                on = f"{named(kind, numel)} in step {step}"
+                with telling(codec, "law 5", on):
+                    payload = codec.encode(x.clone(), cases.bucket_of(x, step=step))
+                as_declared(codec, payload, numel, on)
 
     def test_5_lengths_vary_with_the_step_alone(self, codec: Codec, numel: int) -> None:
         """Unless a field varies with the worker, all workers send the same lengths in a step."""
@@ -317,7 +284,8 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
 
     def test_zeros_stay_zeros(self, compressor: Compressor, workers: int) -> None:
         zeros = [{n: torch.zeros(s) for n, s in cases.SHAPES.items()} for _ in range(workers)]
-        result = Lockstep(workers, compressor).step(zeros)
+        with telling(compressor, EXCHANGE, f"zeros of {workers} workers"):
+            result = Lockstep(workers, compressor).step(zeros)
         for flat, said in (
             (cases.flat(result.mean), "the mean of zeros is not zero"),
             (cases.mean(result.errors), "zeros leave an error"),
@@ -347,13 +315,15 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         lockstep = Lockstep(workers, compressor)
         if not lockstep.engines[0].memory.buffers:
             return
-        lockstep.step(cases.gradients(workers, 0))
+        on = f"a parameter without a gradient and {workers} workers"
+        with telling(compressor, EXCHANGE, on):
+            lockstep.step(cases.gradients(workers, 0))
         before = [engine.errors()["matrix"].clone() for engine in lockstep.engines]
         following = cases.gradients(workers, 1)
         for gradient in following:
             gradient["matrix"] = torch.zeros(cases.SHAPES["matrix"])
-        result = lockstep.step(following)
-        on = f"a parameter without a gradient and {workers} workers"
+        with telling(compressor, EXCHANGE, on):
+            result = lockstep.step(following)
         what = "it sends something of it, which DDP may throw away"
         assert not result.mean["matrix"].any(), broken(compressor, EXCHANGE, what, on)
         for engine, kept in zip(lockstep.engines, before, strict=True):
@@ -366,19 +336,21 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
     ) -> None:
         """One non-finite element on one worker makes all results non-finite, but no error."""
         for bad in (float("nan"), float("inf"), float("-inf")):
-            lockstep = Lockstep(workers, compressor)
-            lockstep.step(cases.gradients(workers, 0))
+            lockstep, on = Lockstep(workers, compressor), f"{bad} on one of {workers} workers"
             spoiled = cases.gradients(workers, 1)
             spoiled[-1]["prime"][50] = bad
-            result = lockstep.step(spoiled)
-            on, what = f"{bad} on one of {workers} workers", "all means are finite: nobody sees it"
+            with telling(compressor, EXCHANGE, on):
+                lockstep.step(cases.gradients(workers, 0))
+                result = lockstep.step(spoiled)
+            what = "all means are finite: nobody sees it"
             seen = not all(mean.isfinite().all() for mean in result.mean.values())
             assert seen, broken(compressor, EXCHANGE, what, on)
             for engine in lockstep.engines:
                 for name, error in engine.errors().items():
                     what = f"the error of {name} is no longer finite"
                     assert error.isfinite().all(), broken(compressor, EXCHANGE, what, on)
-            after = lockstep.step(cases.gradients(workers, 2))
+            with telling(compressor, EXCHANGE, on):
+                after = lockstep.step(cases.gradients(workers, 2))
             what = "the mean of the step after it is not finite"
             assert cases.flat(after.mean).isfinite().all(), broken(compressor, EXCHANGE, what, on)
 
@@ -386,19 +358,21 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         """``bucket.state`` has, per parameter and level, what ``keeps`` declares."""
         lockstep, knob = Lockstep(2, compressor), compressor.knob
         for step in range(8):
+            on = f"2 workers in step {step}"
             if knob is not None and step in (3, 6):
                 for engine in lockstep.engines:
                     engine.levels.set(knob.low if step == 3 else knob.high)
             given = cases.gradients(2, step)
-            lockstep.step(given)
+            with telling(compressor, EXCHANGE, on):
+                lockstep.step(given)
             shapes = {name: tuple(grad.shape) for name, grad in given[0].items()}
             structure = compressor_state(compressor, shapes)
             for engine in lockstep.engines:
                 try:
                     structure.check(engine.state_dict()["compressor"], "bucket.state")
                 except ValueError as error:
-                    what = f"after step {step} {error}; let `keeps(shape)` return what is kept"
-                    raise AssertionError(broken(compressor, "law 3", what)) from error
+                    what = f"{error}; let `keeps(shape)` return what is kept"
+                    raise AssertionError(broken(compressor, "law 3", what, on)) from error
 
     def test_configuration_is_a_value(self, compressor: Compressor) -> None:
         copy = pickle.loads(pickle.dumps(compressor))  # noqa: S301 - our own bytes
@@ -410,6 +384,77 @@ class CompressorContract(DecoderContract, CollectiveContract, RecoveryContract):
         frozen = type(compressor).__dataclass_params__.frozen  # type: ignore[attr-defined]
         what = f"{kind} can be changed; decorate it with @dataclass(frozen=True)"
         assert frozen, broken(compressor, "what configurations keep", what)
+
+
+class CompressorContract(RecoveryContract, DecoderContract, CollectiveContract, CodecContract):
+    """Tests compressors against their declarations.
+
+    Pytest takes the last base class first, so laws are tested in the order of their numbers.
+
+    Attributes:
+        instances: compressors to test; several configurations find more faults.
+        examples: damaged payloads per decoder.
+
+    Example:
+        >>> from lightning_gc import TopK
+        >>> from lightning_gc.testing.contracts import CompressorContract
+        >>> class TestMine(CompressorContract):
+        ...     instances = (TopK(0.05),)
+    """
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        found = codecs(self.instances)
+        cases.parametrize(
+            metafunc,
+            compressor=self.instances,
+            codec=found,
+            unbiased=[codec for codec in found if codec.traits.unbiased],
+            linear=[codec for codec in found if codec.traits.linear],
+            sparse=[codec for codec in found if isinstance(codec, SparseCodec)],
+            conserving=[c for c in self.instances if c.traits.conserves],
+            numel=[1, 2, 19, 101, 221],
+            workers=cases.WORKERS,
+            dtype=cases.DTYPES,
+        )
+        CollectiveContract.pytest_generate_tests(self, metafunc)
+
+
+def conversed(
+    codec: Codec, x: Tensor, law: str, on: str, step: int = 0
+) -> tuple[Payload, Tensor, Tensor]:
+    """Return a tensor's payload, what decodes from it, and what ``encode`` left in the buffer."""
+    buffer = x.clone()
+    with telling(codec, law, on):
+        payload = codec.encode(buffer, cases.bucket_of(x, step=step))
+        as_declared(codec, payload, x.numel(), on)  # else the decoder calls it damaged
+        return payload, decoded(codec, payload, x, step), buffer
+
+
+def as_declared(codec: Codec, payload: Payload, numel: int, on: str) -> None:
+    """Assert law 5 for a payload."""
+    declared = codec.wire(numel)
+    what = f"encode returned {len(payload)} tensors, wire declares {len(declared)}"
+    assert len(payload) == len(declared), broken(codec, "law 5", what, on)
+    for tensor, field in zip(payload, declared, strict=True):
+        sent = tensor.numel()
+        is_so = tensor.dim() == 1 and tensor.dtype == field.dtype and sent <= field.length
+        is_so = is_so and (field.varies != "no" or sent == field.length)
+        what = f"{field.name!r} is {tuple(tensor.shape)} {tensor.dtype}, not {field!r}"
+        if isinstance(codec, SparseCodec):
+            what += (
+                f": choose returned {payload[0].numel()} positions, where most({numel}) is "
+                f"{codec.most(numel)} and ragged is {codec.ragged}"
+            )
+        assert is_so, broken(codec, "law 5", what, on)
+
+
+def ascending(sparse: SparseCodec, x: Tensor, on: str) -> Tensor:
+    """Return the positions that are chosen; assert that they ascend."""
+    with telling(sparse, "law 3", on):
+        chosen = sparse.choose(x, cases.bucket_of(x))
+    what = f"choose returned positions that do not ascend: {chosen.tolist()[:20]}"
+    assert (chosen[1:] > chosen[:-1]).all(), broken(sparse, "law 3", what, on)
+    return chosen
 
 
 def left(codec: Codec, x: Tensor, step: int) -> Tensor:

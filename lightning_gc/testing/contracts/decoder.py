@@ -95,7 +95,7 @@ def with_liar(who: object, made: Callable[[], Lockstep], conversations: int) -> 
         except ReplicaError:
             pass  # all workers raised it, and none has applied anything
         except ValueError as error:
-            what = f"the refusal does not name worker {liar}: {str(error)!r}"
+            what = f"the refusal does not name worker {liar}, who alone lied: {str(error)!r}"
             assert f"orker {liar} " in str(error), broken(who, law, what, on)  # noqa: PT017
             assert cases.finite_state(lockstep), unclean
         except AssertionError:

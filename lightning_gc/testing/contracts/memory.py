@@ -12,7 +12,7 @@ from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import Memory
 from lightning_gc.memories.storage import Storage
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.cases import broken, unequal
+from lightning_gc.testing.contracts.cases import broken, telling, unequal
 from lightning_gc.testing.lockstep import Lockstep
 from lightning_gc.transports.simulated import Simulated
 
@@ -49,9 +49,10 @@ class MemoryContract:
         """Conservation over 20 steps, if declared or without buffers."""
         if not (memory.conserves or not memory.buffers) or refused(memory, compressor):
             return
-        lost = cases.lost(Lockstep(workers, compressor, memory), 20, dtype)
-        what = f"after 20 steps {lost:.2g} of the gradient is neither applied nor in the error"
         on = f"{compressor!r} and {workers} workers in {dtype}"
+        with telling(memory, "law 1", on):
+            lost = cases.lost(Lockstep(workers, compressor, memory), 20, dtype)
+        what = f"after 20 steps {lost:.2g} of the gradient is neither applied nor in the error"
         assert lost < cases.TOLERANCE[dtype], broken(memory, "law 1", what, on)
 
     def test_2_gradient_is_left_alone(self, memory: Memory) -> None:

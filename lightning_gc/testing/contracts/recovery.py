@@ -9,7 +9,7 @@ from lightning_gc.compressors import Compressor, GTopK
 from lightning_gc.core import Exchange, Gather, Mean, MeanShard, Payload, Reply, Request
 from lightning_gc.memories import MomentumCorrection
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.cases import broken
+from lightning_gc.testing.contracts.cases import broken, telling
 from lightning_gc.testing.lockstep import Lockstep
 from lightning_gc.transports.simulated import Simulated
 
@@ -48,7 +48,8 @@ class RecoveryContract:
             for rounds, workers in ((1, 1), (2, 2)):
                 given = spikes(spike, rounds=rounds, workers=workers)
                 on = f"{kind} on {workers} of 2 workers, {rounds} times in a row"
-                recovers(compressor, Lockstep(2, compressor), given, on)
+                with telling(compressor, "law 8", on):
+                    recovers(compressor, Lockstep(2, compressor), given, on)
 
     def test_8_finite_in_finite_out(self, compressor: Compressor) -> None:
         """Up to 1e30. Beyond, an error may leave float32 only together with the mean."""
@@ -74,7 +75,7 @@ class RecoveryContract:
                     rounds = [ordinary(3, step) for step in range(3)]
                     recovers(compressor, lockstep, rounds, on)
                 except ValueError as error:
-                    what = f"the refusal does not name worker 1: {str(error)!r}"
+                    what = f"only worker 1 lied, and the refusal does not name it: {str(error)!r}"
                     is_named = "orker 1 " in str(error)
                     assert is_named, broken(compressor, "law 8", what, on)
 
@@ -140,7 +141,8 @@ def stays_finite(
     who: Compressor, lockstep: Lockstep, given: list[cases.Named], on: str, *, means: bool
 ) -> None:
     """Assert that a round leaves finite state, and finite errors of each finite mean."""
-    result = lockstep.step(given)
+    with telling(who, "law 8", on):
+        result = lockstep.step(given)
     what = "an error or another kept tensor is not finite"
     assert cases.finite_state(lockstep), broken(who, "law 8", what, on)
     for name, mean in result.mean.items():

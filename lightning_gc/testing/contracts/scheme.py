@@ -10,7 +10,7 @@ from lightning_gc.core.settings import short
 from lightning_gc.memories import ErrorFeedback
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing.contracts import cases
-from lightning_gc.testing.contracts.cases import apart, broken
+from lightning_gc.testing.contracts.cases import apart, broken, telling
 from lightning_gc.testing.contracts.decoder import with_liar
 from lightning_gc.testing.lockstep import Lockstep
 
@@ -48,9 +48,10 @@ class SchemeContract:
         """Conservation over 20 steps with error feedback."""
         if fits(scheme, compressor):
             lockstep = Lockstep(workers, compressor, ErrorFeedback(), scheme)
-            lost = cases.lost(lockstep, 20)
-            what = f"after 20 steps {lost:.2g} of the gradient is neither applied nor in errors"
             on = f"{compressor!r} and {workers} workers"
+            with telling(scheme, "law 1", on):
+                lost = cases.lost(lockstep, 20)
+            what = f"after 20 steps {lost:.2g} of the gradient is neither applied nor in errors"
             assert lost < cases.TOLERANCE[torch.float32], broken(scheme, "law 1", what, on)
 
     def test_2_replicas_get_the_same_bits(
@@ -60,12 +61,11 @@ class SchemeContract:
         if not fits(scheme, compressor):
             return
         lockstep = Lockstep(workers, compressor, None, scheme)
+        on = f"{compressor!r}, {workers} workers"
         for step in range(3):
-            result = lockstep.step(cases.gradients(workers, step))
-            what, on = (
-                f"the mean of step {step} is not finite",
-                f"{compressor!r}, {workers} workers",
-            )
+            what = f"the mean of step {step} is not finite"
+            with telling(scheme, "law 2", on):
+                result = lockstep.step(cases.gradients(workers, step))
             assert cases.flat(result.mean).isfinite().all(), broken(scheme, "law 2", what, on)
 
     def test_2_replicas_get_the_same_bits_of_a_liar(
@@ -79,9 +79,10 @@ class SchemeContract:
         """With ``Identity``, or ``TopK`` of all elements, any scheme returns the mean."""
         made = cases.gradients(workers, 0)
         all_of_it = Identity() if fits(scheme, Identity()) else TopK(1.0)
-        result = Lockstep(workers, all_of_it, None, scheme).step(made)
-        gap = apart(cases.flat(result.mean), cases.mean(made), rtol=1e-6, atol=1e-6)
         on = f"{all_of_it!r} and {workers} workers"
+        with telling(scheme, "law 2", on):
+            result = Lockstep(workers, all_of_it, None, scheme).step(made)
+        gap = apart(cases.flat(result.mean), cases.mean(made), rtol=1e-6, atol=1e-6)
         assert gap is None, broken(scheme, "law 2", f"the result is not the mean: {gap}", on)
 
     def test_3_refuses_what_cannot_work(self, scheme: Scheme, compressor: Compressor) -> None:

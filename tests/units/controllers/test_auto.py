@@ -50,6 +50,7 @@ class World:
     optimizers: tuple[str, ...] = ("SGD",)
     auto: Auto = field(default_factory=Auto)
     seed: int = 0
+    total: int | None = None  # steps, as far as the controller knows
     said: list[str] = field(default_factory=list)
     levels: list[float | None] = field(default_factory=list)
     spent: list[float] = field(default_factory=list)
@@ -58,7 +59,15 @@ class World:
 
     def run(self, steps: int) -> World:
         draw, state = random.Random(self.seed), self.auto.init()
-        decision, state = self._decide(Observation(-1, optimizers=self.optimizers), state)
+        decision, state = self._decide(
+            Observation(
+                -1,
+                optimizers=self.optimizers,
+                total_steps=self.total,
+                progress=None if self.total is None else 0.0,
+            ),
+            state,
+        )
         last: list[float] = []
         for step in range(steps):
             level, true = decision.level, self.true(step)
@@ -75,7 +84,10 @@ class World:
                     steps=len(last),
                     wire_bytes=1e6 * MB[level] * len(last),
                     dense_bytes=16e6 * len(last),
+                    step_seconds=sum(last) / len(last),
                     each_step=tuple(last[-64:]),
+                    total_steps=self.total,
+                    progress=None if self.total is None else (step + 1) / self.total,
                     weighed=weighed,
                     exchanges=(ExchangeRecord(1, 1e6 * MB[level], 1e-3 * MB[level] / rate),),
                     optimizers=self.optimizers,
@@ -192,7 +204,7 @@ def test_what_it_says_in_the_end() -> None:
     ending = world.auto.ending(world.state)
     assert ending.startswith(
         "auto: QSGD(4) at the end, 0.1 s per step where uncompressed ones had taken 1 s, and 2 MB "
-        "in place of 16. Permitted and not needed: QSGD(8), Cast(). Looking cost 0.01 s of "
+        "in place of 16. Other candidates: QSGD(8), Cast(). Measuring cost 0.01 s of the "
     )
     early = World(steady({1: 0.1, 2: 0.2, 3: 0.3, None: 1.0})).run(2)
     assert "before a method was chosen" in early.auto.ending(early.state)
@@ -202,3 +214,23 @@ def test_while_it_watches_it_decides_every_sixteen_steps() -> None:
     world = World(steady({1: 0.1, 2: 0.2, 3: 0.3, None: 1.0}), noise=0.02).run(1600)
     assert world.decisions <= 1600 / 16 + 10
     assert statistics.median(world.spent) < 0.11
+
+
+def test_its_seconds_are_those_that_passed() -> None:
+    """Windows have up to 1,000 steps, of which the clock keeps 64 one by one."""
+    world = World(steady({1: 2e-3, 2: 3e-3, 3: 4e-3, None: 1e-3}), weighing=2.0).run(4000)
+    passed = sum(world.spent)
+    assert 0.7 * passed <= world.state["seconds"] <= passed + 1e-6
+    said = world.auto.ending(world.state).rsplit("Measuring cost ", 1)[1].split(" s of the ")
+    assert float(said[0]) <= float(said[1].split()[0])
+
+
+def test_a_run_that_is_too_short_is_not_measured() -> None:
+    seconds: Seconds = {1: 0.1, 2: 0.2, 3: 0.3, None: 1.0}
+    world = World(steady(seconds), total=12, length=5).run(12)
+    assert (world.weighings, set(world.levels)) == (0, {None})
+    (line,) = world.said
+    assert line.startswith("auto: uncompressed, since 12 steps are too few to measure")
+    assert "too few to measure" in world.auto.ending(world.state)
+    long = World(steady(seconds), total=60).run(60)
+    assert long.levels[-1] == 1

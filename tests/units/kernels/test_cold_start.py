@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,7 +33,14 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> Iterator[dispatch.HostFamilies]:
     """A process in which nothing is compiled, and whose other process never ends."""
     families = dispatch.HostFamilies()
     monkeypatch.setattr(dispatch, "host", families)
-    monkeypatch.setattr(dispatch, "_is_compiled", lambda family: False)
+    made, make = set[str](), dispatch._make
+    monkeypatch.setattr(dispatch, "_is_compiled", made.__contains__)
+
+    def noted(family: str) -> None:
+        make(family)
+        made.add(family)
+
+    monkeypatch.setattr(dispatch, "_make", noted)
     monkeypatch.setattr(families, "_make", lambda: None)
     yield families
     families.close()
@@ -48,7 +56,7 @@ def train(
         for each in named:
             each["idle"].zero_()
         if step == ready:
-            families._made = {family: dispatch._trial(family) for family in families._left}
+            families._made = {family: dispatch._compile(family) for family in families._left}
         done = lockstep.step(named)
         found += [each.clone() for part in (done.mean, *done.errors) for each in part.values()]
     return found
@@ -142,3 +150,78 @@ def asks(compressor: Compressor) -> set[str]:
     with dispatch.watched() as asked:
         Lockstep(1, compressor).step([{n: torch.ones(s) for n, s in SHAPES.items()}])
     return asked
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda data: data[: len(data) // 2],
+    "zeros": lambda data: bytes(len(data)),
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize(
+    "damage", ["lost", *(pytest.param(each, marks=pytest.mark.nightly) for each in DAMAGES)]
+)
+def test_damaged_files_are_compiled_again_beside_training(damage: str, tmp_path: Path) -> None:
+    """The exchange compiles nothing, one line says why, and the next process finds all in order."""
+    script = (
+        "from lightning_gc.kernels import dispatch\n"
+        "made = []\n"
+        "dispatch._make = lambda family, make=dispatch._make: made.append(family) or make(family)\n"
+        "with dispatch.host.steady():\n"
+        "    print(dispatch.host.works('segments'), made)\n"
+        "dispatch.host.wait()\n"
+        "with dispatch.host.steady():\n"
+        "    print(dispatch.host.works('segments'))\n"
+    )
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        settings = {"NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=200,
+        )
+
+    run("from lightning_gc.kernels import dispatch; dispatch.compile_families(['segments'])")
+    for file in [*tmp_path.rglob("*.nb?")]:
+        if damage == "lost":
+            file.unlink()
+        else:
+            file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    healed, after = run(script), run(script)
+    assert healed.stdout.split("\n")[:2] == ["False []", "True"]
+    assert healed.stderr.count("are damaged") == 1
+    assert str(tmp_path) in healed.stderr
+    assert after.stdout.split("\n")[:2] == ["True []", "True"]
+    assert not after.stderr
+
+
+def test_a_full_disk_costs_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Without room nothing is compiled, in the background or at the end of the run."""
+
+    def full(*args: object, **named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dispatch, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(dispatch, "_child", lambda families: pytest.fail("compiles"))
+    monkeypatch.setattr(dispatch, "_test", lambda family: pytest.fail("compiles"))
+    monkeypatch.setattr(dispatch, "_told", set())
+    families = dispatch.HostFamilies()
+    with families.steady():
+        assert not families.works("segments")
+        assert not families.works("signs")
+    families.wait()
+    with families.steady():
+        assert not families.works("segments")
+    families.close()
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert f"No space left on device in {tmp_path}" in said
+    assert "set NUMBA_CACHE_DIR" in said

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import resource
+import selectors
 import socket
 import threading
 import time
@@ -293,6 +294,49 @@ def test_a_process_without_files_goes_on(echo: Echo, caplog: pytest.LogCaptureFi
         link = Link(caller, Channel(SECRET, "echo", True, 100, "the echo"))
         link.shake(30.0)
         assert answered(link)
+
+
+class Refusing:
+    """A selector that fails the next calls of a method, as epoll does without memory."""
+
+    def __init__(self, selector: Any, method: str, times: int) -> None:
+        self._selector, self._method, self.left = selector, method, times
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method and self.left:
+            self.left -= 1
+            return self._fail
+        return getattr(self._selector, name)
+
+    def _fail(self, link: Any, *_: Any) -> None:
+        if self._method == "modify":  # as in selectors
+            self._selector.unregister(link)
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(("method", "times"), [("register", 1), ("register", 2), ("modify", 1)])
+def test_a_selector_without_memory_ends_no_listener(method: str, times: int) -> None:
+    listener = Listener((), SECRET, 1 << 20, "echo")
+    listener._selector = Refusing(listener._selector, method, times)  # type: ignore[assignment]
+    with contextlib.closing(listener), contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", listener.port)
+        visitors = [stack.enter_context(socket.create_connection(address)) for _ in range(2)]
+        if method == "modify":
+            listener.wait(0.0)
+            first, *_ = listener._strangers
+            first.unsent += bytes(1 << 25)  # more than the kernel takes
+            listener._attend(first, selectors.EVENT_WRITE)
+            assert len(listener._strangers) == 1
+        else:
+            listener.wait(0.0)  # the first cannot be registered, the second waits
+            if times == 2:
+                listener._paused = 1e-9
+                listener.wait(0.0)  # nor can the listening socket
+            listener._paused = 1e-9
+            listener.wait(0.0)
+            listener.wait(0.0)
+            assert visitors[1].recv(30)
+        assert listener._selector.left == 0  # type: ignore[attr-defined]
 
 
 def test_a_guest_that_takes_nothing_is_dropped(

@@ -98,7 +98,7 @@ def test_at_their_periods(steps: int, equal: tuple[str, ...]) -> None:
     seen: list[dict[str, Tensor]] = []
 
     def look(worker: int) -> None:
-        with strategy._replicas.entered(worker):
+        with strategy._entered(worker):
             (states,) = [dict(optimizer.state) for optimizer in strategy.optimizers]
             seen.append({k: v.clone() for k, v in next(iter(states.values())).items()})
 
