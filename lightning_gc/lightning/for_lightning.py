@@ -1,6 +1,7 @@
 """The strategies, real and simulated, and CompressionMonitor for ``lightning``."""
 
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -48,6 +49,7 @@ class _SingleDevice(SingleDeviceStrategy):
     _sampler = staticmethod(_get_distributed_sampler)
     _with_sampler = staticmethod(_update_dataloader)
     _seed_workers = staticmethod(_auto_add_worker_init_fn)
+    _reset_seed = staticmethod(reset_seed)
 
 
 class SimulatedDDPStrategy(SimulatedDDP, _SingleDevice):

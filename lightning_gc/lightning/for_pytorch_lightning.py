@@ -1,6 +1,7 @@
 """The strategies, real and simulated, and CompressionMonitor for ``pytorch_lightning``."""
 
 from lightning_fabric.utilities.data import _auto_add_worker_init_fn
+from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import (
     DDPStrategy,
@@ -48,6 +49,7 @@ class _SingleDevice(SingleDeviceStrategy):
     _sampler = staticmethod(_get_distributed_sampler)
     _with_sampler = staticmethod(_update_dataloader)
     _seed_workers = staticmethod(_auto_add_worker_init_fn)
+    _reset_seed = staticmethod(reset_seed)
 
 
 class SimulatedDDPStrategy(SimulatedDDP, _SingleDevice):

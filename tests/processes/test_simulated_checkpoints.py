@@ -134,10 +134,13 @@ class Owing(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.owed: dict[str, Any] = {}
+        self.added: list[tuple[str, Any]] = []  # one for all workers, since it only grows
 
     def noted(self) -> dict[str, Any]:
-        return super().noted() | {"owed": self.owed}
+        owed: dict[str, Any] = {}
+        for name, value in self.added:
+            owed[name] = owed.get(name, 0) + value
+        return super().noted() | {"owed": owed}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -155,7 +158,7 @@ class Owing(Plain):
             self.add(name, -param.grad.double())
 
     def add(self, name: str, value: Tensor) -> None:
-        self.owed[name] = self.owed.get(name, 0) + value.numpy()
+        self.added.append((name, value.numpy()))
 
 
 def kept(result: dict[str, Any], name: str) -> Any:

@@ -157,11 +157,10 @@ class Bad(Joined):
             self.head.bias.grad.fill_(torch.inf)  # type: ignore[union-attr]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx % 2 == 0:
-            self.before = digest(self)
+        self.before = digest(self)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % 2:
+        if self.trainer.strategy.worker:  # type: ignore[attr-defined]
             self.moved.append(digest(self) != self.before)
 
     def noted(self) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class SimulatedDDP(SimulatedWorkers):
     def _collect(self, worker: int, again: bool) -> None:
         assert self._gradients is not None
         self._gradients.collect(worker)
-        self._buffers.leave(worker, again or bool(self._batch_ends))
+        self._buffers.leave(worker, again or bool(self._hooks))
 
     def _complete(self) -> None:
         """Replace the workers' gradients by their mean."""
@@ -206,8 +206,8 @@ class WorkerBuffers:
     a step with equal buffers, each changes its own, and only worker 0's are kept. All are copied:
     batch normalisation changes buffers without a version count.
 
-    A buffer that one worker registers or resizes is also the next one's: workers share what else
-    the module knows of it, such as how far a table of positions reaches.
+    A buffer that one worker registers is also the next one's; one that it resizes is its own, as
+    is what else the module knows of it, such as how far a table of positions reaches.
 
     Args:
         module: whose buffers are changed in place; to a name it may assign a new one.
@@ -229,7 +229,10 @@ class WorkerBuffers:
 
     def enter(self, worker: int) -> None:
         """Load this worker's buffers: before its forward pass; worker 0's at the end of a step."""
-        _copy(self._own.get(worker, self._start), self._live)
+        given, live = self._own.get(worker, self._start), self._live
+        fits = _copy(given, live)
+        for name in given.keys() & live.keys() - set(fits):
+            live[name].data = given[name].clone().to(live[name].dtype)  # of another shape
 
     def leave(self, worker: int, again: bool) -> None:
         """Save this worker's buffers: worker 0's, or if it has another micro-batch (``again``)."""

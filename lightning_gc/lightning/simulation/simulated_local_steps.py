@@ -4,6 +4,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -21,7 +22,11 @@ from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps_strategy import LocalHooks
 from lightning_gc.lightning.simulation.ddp import WorkerBuffers
-from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
+from lightning_gc.lightning.simulation.simulated_workers import (
+    SimulatedWorkers,
+    UsersHook,
+    overrides,
+)
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_shards, with_held
@@ -166,6 +171,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         super().__init__(**kwargs)
 
     _of_processes = "LocalStepsStrategy"
+    _nest: "Nest | None" = None
     _for_norms = "Use BatchNorm: its running statistics are averaged with each exchange."
 
     def _begin_fit(self, module: Any) -> None:
@@ -276,22 +282,52 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         if self.island_rank == self.island - 1:
             self._buffers[worker].enter(0)
 
+    def _own_hooks(self) -> list[UsersHook]:
+        module, name = self.lightning_module, "optimizer_step"
+        return [UsersHook(module, name, self._nested)] if overrides(module, name) else []
+
+    def _nested(self, hook: UsersHook, arguments: tuple[Any, ...]) -> None:
+        """Call the module's ``optimizer_step`` for each worker, one within the other.
+
+        So the user's code before the step runs for all workers before an exchange, and the code
+        after it for all of them after the exchange, each with its own weights.
+        """
+        self._nest = Nest(hook, arguments)
+        try:
+            with self._in_turn(self._present[0] * self.island):
+                hook.hook(*arguments)
+        finally:
+            self._nest = None
+
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the last micro-batch, every worker's own step, and the exchange that is due."""
-        result, output, rates = closure(), None, []
-        for worker in self._present:
+        nest = self._nest or Nest()
+        result = closure()
+        workers = self._present
+        if nest.hook is not None:
+            workers = workers[len(nest.rates) : len(nest.rates) + 1]
+            self._turn(workers[0] * self.island)  # the last micro-batch's turn has ended
+        output = None
+        for worker in workers:
             self._replicas.enter(worker)
             again = _Once(result)
             with self._in_turn(worker * self.island), self.settings.own(worker):
                 output = self._own_step(self._all_rounds[worker], optimizer, again, *args, **kwargs)
-                rates.append(max((float(g["lr"]) for g in optimizer.param_groups), default=0.0))
+                nest.rates.append(
+                    max((float(g["lr"]) for g in optimizer.param_groups), default=0.0)
+                )
+        if nest.hook is not None and len(nest.rates) < len(self._present):
+            with self._in_turn(self._present[len(nest.rates)] * self.island):
+                nest.hook.hook(*nest.arguments[:-1], lambda: result)
+            return output
         ends = self._ends()
         here = [self._all_rounds[worker] for worker in self._present]
         if ends or here[0].is_due:
             assert self._attached is not None
             self._attached.refuse_unsynchronised()
-        pairs = zip(here, rates, strict=True)
+        pairs = zip(here, nest.rates, strict=True)
         self._together(each.stepped(ends, rate) for each, rate in pairs)
+        self._turn(self._process)
         return output
 
     def _active_rounds(self) -> LocalRounds:
@@ -325,6 +361,21 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
                     if not end.value:
                         reset_poisoned(self.optimizers)
         self._replicas.enter(self._present[0])
+
+
+@dataclass
+class Nest:
+    """Calls of the module's ``optimizer_step`` for one worker within those for the ones before.
+
+    Attributes:
+        hook: the user's, if there is one.
+        arguments: of its first call; the last one is the closure.
+        rates: learning rates of the workers that have made their steps.
+    """
+
+    hook: UsersHook | None = None
+    arguments: tuple[Any, ...] = ()
+    rates: list[float] = field(default_factory=list)
 
 
 class _Once:
@@ -567,8 +618,8 @@ class Replicas:
     """Gives a module and its optimizers the tensors of one worker at a time.
 
     The module's tensors are pointed at the worker's own; nothing is copied. Costs W times weights,
-    gradients and optimizer state, of optimizers that others hold too. If a worker registers or
-    resizes a buffer, the next one gets a copy. They share what else the module knows of it.
+    gradients and optimizer state, of optimizers that others hold too. If a worker registers a
+    buffer, the next one gets a copy.
 
     Args:
         module: its weights and buffers are what all workers start with.
@@ -608,7 +659,7 @@ class Replicas:
         self._states[self.present] = [each.state for each in optimizers]
         for name, tensor in tensors.items():
             own = self._own[worker].get(name)
-            if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
+            if own is None or own.dtype != tensor.dtype:
                 own = tensor.data.clone()
             tensor.data = own
         for param, grad in zip(self._params, self._grads[worker], strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from itertools import chain
@@ -240,9 +240,10 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         """N, the processes of each worker."""
         return 1
 
+    _reset_seed: Callable[[], None]
     _units: MicroBatches | None = None
     _state: OwnState | None = None
-    _batch_ends: tuple[BatchEnd, ...] = ()
+    _hooks: Sequence[UsersHook] = ()
     _process: int | None = None
     _after_step = False
     settings: OwnState
@@ -289,6 +290,10 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     def _enter(self, worker: int) -> None:
         """Put what is this worker's own into the module, before its forward pass."""
         raise NotImplementedError
+
+    def _own_hooks(self) -> list[UsersHook]:
+        """Take the place of further hooks."""
+        return []
 
     def _moved_by_hand(self) -> dict[str, torch.Tensor]:
         """Return parameters that no optimizer has, if they are copied for each process's turn."""
@@ -339,6 +344,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             self._root_device = torch.device(devices[0])
         if trainer.state.fn == "fit":
             refuse_unknown_device(self.root_device)
+            self._state, self.settings = self._own_states()
+            self._reset_seed()  # as Lightning does in each process, after ``seed_everything``
             # Before any hook reads the number of steps, which loads the data and counts it.
             self._units = MicroBatches(self._processes, trainer)
         super().setup_environment()
@@ -362,7 +369,6 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         self._done = 0  # micro-batches of this step with a finished backward pass
         per_node = self.local_workers.configuration.neighbours(self.workers)
         self._ledger = Ledger(self.workers, self.network, per_node)
-        self._state, self.settings = self._own_states()
         revocable = self._exchanges_rounds or self._scaler() is not None
         begin = partial(self._begin_fit, module)
         self._attach(
@@ -380,7 +386,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         super().on_train_start()
         assert self._units is not None
         self._units.check_epoch()  # its length is known now
-        self._batch_ends = batch_ends(self.lightning_module, self._ended)
+        if self._processes > 1:
+            self._hooks = [*batch_ends(self.lightning_module, self._ended), *self._own_hooks()]
 
     def _turn(self, process: int | None) -> None:
         """Give module, optimizers and callbacks what is this process's own; None: worker 0's.
@@ -415,7 +422,9 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             return Scope(chain(weights, module.buffers()), module.modules())
 
         def holders() -> tuple[list[Holder], Scope]:
-            if not held:  # optimizers and schedulers exist now
+            if not self.optimizers:  # data are asked for early, as for the number of steps
+                return [random_holder(self.root_device)], scope()
+            if not held:
                 frozen.update(self._moved_by_hand())
                 sizes = [
                     sum(each.nbytes for each in some) for some in (frozen.values(), self.names)
@@ -480,14 +489,17 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         """Return whether the running micro-batch is the last one of a step."""
         return self._training() and not self.lightning_module.trainer.fit_loop._should_accumulate()
 
-    def _ended(self, hook: BatchEnd, arguments: tuple[Any, ...]) -> None:
+    def _ended(self, hook: UsersHook, arguments: tuple[Any, ...]) -> None:
         """Call a user's ``on_train_batch_end``: after the step, for each process in its turn."""
         trainer = self.lightning_module.trainer
         batch, total = trainer.fit_loop.batch_idx, trainer.num_training_batches
         accumulated = trainer.accumulate_grad_batches
-        ends = min(batch - batch % accumulated + accumulated, total)
-        if batch < ends - self._processes:  # one of several of a step
-            hook.hook(*arguments)
+        loss = {"loss": self._loss / (accumulated // self._processes)}  # not divided by W
+        *before, outputs, each, index = arguments
+        outputs = outputs | loss if isinstance(outputs, dict) else outputs
+        arguments = (*before, outputs, each, index)
+        if batch < min(batch - batch % accumulated + accumulated, total) - self._processes:
+            hook.hook(*arguments)  # one of several of a step
             return
         hook.waiting.append((self._running, arguments))
         if not self._steps_now:
@@ -530,6 +542,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
                 "training_step returned None, which cannot be skipped on one worker only. Return a "
                 "loss, if need be multiplied by zero."
             )
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        self._loss = loss.detach().clone()
         return output
 
     def backward(
@@ -597,9 +611,9 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     def teardown(self) -> None:
         if self._units is not None:
             self._units.restore()
-        for hook in self._batch_ends:
+        for hook in self._hooks:
             hook.restore()
-        self._batch_ends, self._state, self._process = (), None, None
+        self._hooks, self._state, self._process = (), None, None
         super().teardown()
 
 
@@ -607,30 +621,31 @@ _MANY_TIMES = 4
 """Frozen weights that are so much larger than the trained ones are not copied, only watched."""
 
 
-class BatchEnd:
-    """Stands for a user's ``on_train_batch_end`` while simulated workers are trained.
+class UsersHook:
+    """Stands for a user's hook while simulated workers are trained.
 
     Args:
         owner: a module or a callback.
-        ended: called with this and the arguments of each call.
+        name: of the hook.
+        called: called with this and the arguments of each call.
 
     Attributes:
         hook: the user's.
         waiting: process and arguments of calls that wait for the end of the step.
     """
 
-    name = "on_train_batch_end"
-
-    def __init__(self, owner: Any, ended: Callable[[BatchEnd, tuple[Any, ...]], None]) -> None:
-        self.owner, self._ended = owner, ended
-        self.hook = getattr(owner, self.name)
+    def __init__(
+        self, owner: Any, name: str, called: Callable[[UsersHook, tuple[Any, ...]], None]
+    ) -> None:
+        self.owner, self.name, self._called = owner, name, called
+        self.hook = getattr(owner, name)
         self._before = vars(owner).get(self.name)
         self.waiting: list[tuple[int, tuple[Any, ...]]] = []
         update_wrapper(self, self.hook)
         vars(owner)[self.name] = self
 
     def __call__(self, *arguments: Any) -> None:
-        self._ended(self, arguments)
+        self._called(self, arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.owner, self.name)  # a copied owner has its own hook again
@@ -641,22 +656,23 @@ class BatchEnd:
             vars(self.owner)[self.name] = self._before
 
 
-def batch_ends(
-    module: Any, ended: Callable[[BatchEnd, tuple[Any, ...]], None]
-) -> tuple[BatchEnd, ...]:
+def batch_ends(module: Any, ended: Callable[[UsersHook, tuple[Any, ...]], None]) -> list[UsersHook]:
     """Take the place of ``on_train_batch_end`` of the module and of the user's callbacks."""
     callbacks = [
         each
         for each in module.trainer.callbacks
         if is_users(each) or type(each).__name__ == "LambdaCallback"
     ]
-    return tuple(
-        BatchEnd(owner, ended)
-        for owner in (*callbacks, module)
-        if package_of(getattr(owner, BatchEnd.name)) not in _TRUSTED
-    )
+    owners = [owner for owner in (*callbacks, module) if overrides(owner, _BATCH_END)]
+    return [UsersHook(owner, _BATCH_END, ended) for owner in owners]
 
 
+def overrides(owner: Any, name: str) -> bool:
+    """Return whether a hook is the user's, not Lightning's."""
+    return package_of(getattr(owner, name)) not in _TRUSTED
+
+
+_BATCH_END = "on_train_batch_end"
 _PROGRESS = "epoch_loop.batch_progress"
 
 

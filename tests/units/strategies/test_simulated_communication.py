@@ -278,8 +278,7 @@ def test_logging_and_lightnings_own_stay(kind: Any, tmp_path: Any) -> None:
     ]
     logger = pl.loggers.CSVLogger(tmp_path)
     trainer = fitted(module, kind, callbacks=callbacks, logger=logger, log_every_n_steps=1)
-    assert module.steps == 4
-    assert trainer.global_step == 2
+    assert module.steps == trainer.global_step == 2  # of each worker
     assert {"loss_epoch", "mean_epoch", "least_epoch", "validated"} <= set(trainer.callback_metrics)
 
 

@@ -201,10 +201,9 @@ class Held(pl.Callback):
     seen: set[int]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        replicas = trainer.strategy._replicas
         self.seen = set()
         for worker in range(2):
-            with replicas.entered(worker):
+            with trainer.strategy._entered(worker):
                 self.seen.add(pl_module.table.data_ptr())
 
 
