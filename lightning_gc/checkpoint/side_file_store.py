@@ -94,8 +94,16 @@ class Saving:
     def save(self, checkpoint: Tree, path: Any, options: Any, write: Callable[[Any], None]) -> None:
         """Write the side files of a full checkpoint, then the checkpoint by ``write``."""
         make_atomic(self.host.checkpoint_io)
-        full = bool(self.host.checkpoint_parts.workers.engines) and "optimizer_states" in checkpoint
-        full = full and self.mode != "off"
+        trained_here = bool(self.host.checkpoint_parts.workers.engines)
+        wanted = self.mode != "off" and "optimizer_states" in checkpoint
+        full = wanted and trained_here
+        if wanted and not trained_here and self.host.is_alone and self.host.world_size > 1:
+            warnings.warn(
+                "This checkpoint has the weights without errors and optimizers: those stayed in "
+                "the worker processes, which have ended. To resume the training, save within the "
+                "fit, as ModelCheckpoint does.",
+                stacklevel=2,
+            )
         if full:
             checkpoint[KEY] = self._state(path, options)
         self._publish(checkpoint, path, write)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.attachment.attached import Attached, Setup
@@ -151,13 +152,14 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     @property
     def is_alone(self) -> bool:
         """See ``Host``."""
-        return bool(self.lightning_module.trainer.interrupted)
+        trainer = self.lightning_module._trainer  # None after a fit in other processes
+        return trainer is not None and bool(trainer.interrupted)
 
     def metrics(self) -> tuple[Mapping[str, Any], Collection[str]]:
         """See ``Host``."""
-        trainer: Any = self.lightning_module.trainer
-        due = metrics_due(trainer) if self.control_loop is not None else ()
-        return trainer.callback_metrics, due
+        trainer = self.lightning_module._trainer
+        due = metrics_due(trainer) if trainer and self.control_loop is not None else ()
+        return (trainer.callback_metrics if trainer else {}), due
 
     def _configure(
         self,
@@ -421,6 +423,11 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
             if not trainer.received_sigterm:
                 raise
             raise sigterm_exception(trainer) from error
+
+    @property
+    def is_alone(self) -> bool:
+        """See ``Host``; so is the process that started the workers, after they have ended."""
+        return not dist.is_initialized() or super().is_alone
 
     @property
     def workers(self) -> int:

@@ -301,7 +301,7 @@ class LocalHooks(CompressedStrategy):
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Wait for an exchange under way, so that what it brings can be saved."""
-        if self._rounds is not None and not self.lightning_module.trainer.interrupted:
+        if self._rounds is not None and not self.is_alone:
             self._arrive()
         super().save_checkpoint(*args, **kwargs)
 
