@@ -6,7 +6,9 @@ workers in one thread. Rule for authors: a context manager must not span a ``yie
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -188,6 +190,28 @@ def resume(flow: Flow, reply: Reply) -> Request | None:
         return flow.send(reply)
     except StopIteration:
         return None
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run flows without gradients, and without the autocast of the user whose thread runs them."""
+    autocast = partial(torch.autocast, enabled=False)
+    with torch.no_grad(), autocast("cpu"), autocast("cuda"):
+        yield
+
+
+def described(request: Request | None) -> str:
+    """Return what must be equal on all workers: the kind of request and the fixed shapes."""
+    if request is None:
+        return "nothing"
+    payloads = request.payloads if isinstance(request, Exchange) else (request.tensors,)
+    limits = None if isinstance(request, Mean | MeanShard) else request.limits
+    shapes = []
+    for payload in payloads:
+        for tensor, limit in zip(payload, limits or (None,) * len(payload), strict=True):
+            shape = f"at most {limit}" if limit is not None else str(tuple(tensor.shape))
+            shapes.append(f"{shape} {str(tensor.dtype).removeprefix('torch.')}")
+    return f"{type(request).__name__}[{', '.join(shapes)}]"
 
 
 def join(requests: Sequence[Request]) -> Request:

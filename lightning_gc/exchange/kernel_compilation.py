@@ -66,8 +66,7 @@ def _exchange_alone(configuration: Configuration, device: torch.device) -> set[s
         try:
             for measured in (False, True):  # kernels differ in steps that measure the error
                 alone.statistics.norms_wanted = measured
-                with torch.no_grad():
-                    Simulated(1).run([alone.flow(grad.clone(), SHAPES, weights=weights)])
+                Simulated(1).run([alone.flow(grad.clone(), SHAPES, weights=weights)])
                 alone.advance()
         except Exception as error:  # of a method that knows its own parameters only
             used |= dispatch.ROUNDED

@@ -20,9 +20,10 @@ from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.validation import check_agreement, refuse_unknown_device
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import Shapes, Workers
+from lightning_gc.kernels import dispatch
 from lightning_gc.transports.accounting import Mark, Recording, mark
 from lightning_gc.transports.background import Background
-from lightning_gc.transports.base import Transport
+from lightning_gc.transports.base import Layouts, Transport
 from lightning_gc.transports.distributed import EXCHANGE, Distributed, gather_text, own_group
 from lightning_gc.transports.island import ALONE, Island
 from lightning_gc.transports.peer_error import awaiting_peers
@@ -54,7 +55,10 @@ class Synchronizer:
 
     Communication pattern:
         One background thread exchanges the buckets over its own process group, so that it never
-        interleaves with DDP's collectives.
+        interleaves with DDP's collectives. On the host workers compare the layouts of a bucket's
+        messages before they send them: in its first round at each level, and in rounds 0, 1, 2, 4,
+        8 and so on, which all count alike. Only in these a worker takes over kernels that were
+        compiled meanwhile, so other rounds need no comparison.
 
     Attributes:
         rounds: that have ended here.
@@ -106,6 +110,9 @@ class Synchronizer:
         waits = on_host or workers.configuration.waits(dist.get_world_size(self._group))
         queues = waits_for_others(self._group)  # NCCL; a call of Gloo ends when all have called
         self._background = Background(self._recording, device, waits=waits or not queues)
+        # Buckets at levels whose layouts have been compared; None after ``close``.
+        self._known: set[int] | None = set()
+        dispatch.host.rest(1)
         self._left = False
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
         self._ready: list[Mark] = []  # when they were
@@ -132,7 +139,10 @@ class Synchronizer:
         self._compares = bool(verify) and self._island.size > 1
         shared = self._island.over(transport)
         verified = self._verification
-        self._recording = Recording(shared if verified is None else verified.transport(shared))
+        used = shared if verified is None else verified.transport(shared)
+        # Devices have the kernels on which workers agreed, and would have to be waited for.
+        self._layouts = Layouts(used) if device.type == "cpu" else None
+        self._recording = Recording(self._layouts or used)
         workers.start([self._recording], revocable=revocable)
         workers.run, hosts = _acquainted(workers.run, shared, device)
         workers.on_this_machine = hosts.count(hosts[shared.worker])
@@ -196,6 +206,11 @@ class Synchronizer:
     def _flow(self, grad: Tensor, shapes: Shapes) -> Flow:
         engine = self.workers.first
         flow = self.workers.flow(engine, grad, shapes)
+        if self._layouts is not None and self._known is not None:
+            what = hash((tuple(shapes.items()), engine.compressor))
+            due = what not in self._known or not self.rounds & (self.rounds - 1)
+            self._known.add(what)
+            flow = _compared(flow, self._layouts, shapes) if due else flow
         if self._verification is not None:
             flow = self._verification.watch(flow, grad, shapes, engine.step)
         return self._compared_inside(flow, grad) if self._compares else flow
@@ -245,6 +260,9 @@ class Synchronizer:
             failed: whether this worker stops by its own error, elsewhere.
         """
         stopped = self._background.close()
+        if self._known is not None:
+            self._known = None
+            dispatch.host.rest(-1)
         failed = failed or self._background.error is not None or bool(self._round)
         if stopped and not self._left:
             self._left = True
@@ -257,6 +275,14 @@ def _acquainted(run: str, transport: Transport, device: torch.device) -> tuple[s
     texts = gather_text(f"{run} {socket.gethostname()}", transport, device)
     runs, hosts = zip(*(text.split(" ", 1) for text in texts), strict=True)
     return runs[0], list(hosts)
+
+
+def _compared(flow: Flow, layouts: Layouts, names: Iterable[str]) -> Flow:
+    """Take kernels over, and run a flow whose layouts are compared."""
+    dispatch.host.take_over()
+    layouts.names = names
+    yield from flow
+    layouts.names = None
 
 
 _GRACE = 10.0  # seconds

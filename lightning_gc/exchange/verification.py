@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_gc.core import Flow, Gather
 from lightning_gc.core.digest import ReplicaError, check_same, digest
-from lightning_gc.transports.base import Checksummed, Transport
+from lightning_gc.transports.base import Checksummed, Transport, shortened
 
 Verify = int | Literal["payload"]
 _SEE = (
@@ -59,8 +59,7 @@ class Means:
 
     def _watched(self, flow: Flow, grad: Tensor, shapes: Mapping[str, Any]) -> Flow:
         yield from flow
-        names = ", ".join(shapes)
-        self._digests.append((names if len(names) <= 200 else f"{names[:200]}...", digest(grad)))
+        self._digests.append((shortened(shapes), digest(grad)))
 
     def _compared(self, step: int, weights: list[Tensor]) -> Flow:
         buckets, self._digests = self._digests, []

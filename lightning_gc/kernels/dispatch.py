@@ -80,6 +80,7 @@ class HostFamilies:
         self._made: dict[str, bool] = {}  # by the thread, and not taken over yet
         self._left: list[str] = []  # to the thread
         self._running = 0  # exchanges
+        self._resting = 0  # users of ``take_over``
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -113,16 +114,27 @@ class HostFamilies:
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
         """Keep all answers during an exchange; first take over what has been compiled."""
+        if not self._resting:
+            self.take_over()
         with self._lock:
-            if self._made and not self._running:
-                self._works |= self._made
-                self._made = {}
             self._running += 1
         try:
             yield
         finally:
             with self._lock:
                 self._running -= 1
+
+    def rest(self, by: int) -> None:
+        """Let ``steady`` take nothing over, for one more user of ``take_over`` or one fewer."""
+        with self._lock:
+            self._resting = max(0, self._resting + by)
+
+    def take_over(self) -> None:
+        """Use what has been compiled, unless an exchange runs."""
+        with self._lock:
+            if self._made and not self._running:
+                self._works |= self._made
+                self._made = {}
 
     def wait(self) -> None:
         """Return when no family is being compiled: a measurement begins."""
@@ -147,7 +159,7 @@ class HostFamilies:
         self._lock, self._thread = threading.Lock(), None
         for family in {*self._left, *self._made}:
             del self._works[family]
-        self._left, self._made, self._running = [], {}, 0
+        self._left, self._made, self._running, self._resting = [], {}, 0, 0
 
     def _leave(self, family: str) -> None:
         with self._lock:

@@ -95,8 +95,7 @@ class Lockstep:
             engine.statistics.norms_wanted = True
             flows.append(engine.flow(flat, shapes, weights=self.weights))
             engine.advance()
-        with torch.no_grad():
-            self.transport.run(flows)
+        self.transport.run(flows)
         left = [engine.statistics.leftovers for engine in self.engines]
         errors = [{name: error.clone() for name, error in named.items()} for named in left]
         sent = [a - b for a, b in zip(self.transport.sent_bytes, before, strict=True)]

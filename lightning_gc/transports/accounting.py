@@ -13,7 +13,7 @@ import torch
 
 from lightning_gc.controllers.exchange_record import ExchangeRecord
 from lightning_gc.core import Flow
-from lightning_gc.core.flow import resume
+from lightning_gc.core.flow import resume, undisturbed
 from lightning_gc.transports.base import Transport
 from lightning_gc.transports.network_model import messages_sent
 
@@ -119,6 +119,7 @@ class Recording:
     def timing(self, on: bool) -> None:
         self._watch.timing = on
 
+    @undisturbed()
     def run(self, flow: Flow, device: torch.device) -> None:
         self._watch.start(device)
         phase, request = COMPRESS, next(flow, None)

@@ -1,7 +1,10 @@
 """Define transports, ring collectives' byte counts, and messages with checksums."""
 
 import abc
-from collections.abc import Sequence
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from torch.nn.functional import pad
 
 from lightning_gc.core import (
     Exchange,
+    Flow,
     Gather,
     Limits,
     Mean,
@@ -18,7 +22,8 @@ from lightning_gc.core import (
     Request,
     averaged,
 )
-from lightning_gc.core.digest import digest
+from lightning_gc.core.digest import ReplicaError, digest
+from lightning_gc.core.flow import described, resume
 from lightning_gc.core.message import Message
 from lightning_gc.transports.peer_error import MessageError
 
@@ -104,6 +109,96 @@ def check_lengths(lengths: Sequence[int], own: Payload, limits: Limits, sender: 
                 f"Worker {sender} announces {length} elements where at most {limit} are possible; "
                 f"the message is damaged or its model is another one."
             )
+
+
+class Layouts(Transport):
+    """Transport that compares what workers ask for, before they send it, while ``names`` is set.
+
+    Args:
+        inner: the transport that communicates, on the host.
+
+    Attributes:
+        names: of the parameters whose exchange is compared; None: none is.
+
+    Communication pattern:
+        One all-gather of 8 bytes before each request that is compared, which is not counted. If
+        layouts differ, another one of their texts.
+
+    Raises:
+        ReplicaError: on all workers; it names those that differ from worker 0, and the field.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.worker, self.workers = inner.worker, inner.workers
+        self.names: Iterable[str] | None = None
+        self._own = 0  # bytes
+
+    @property
+    def sent_bytes(self) -> int:  # type: ignore[override]
+        return self.inner.sent_bytes - self._own
+
+    @property
+    def node_bytes(self) -> int:  # type: ignore[override]
+        return self.inner.node_bytes
+
+    def fulfil(self, request: Request) -> Reply:
+        if self.names is not None:
+            before, comparing = self.inner.sent_bytes, same_layout(request, self.names)
+            asked: Request | None = next(comparing)
+            while asked is not None:
+                asked = resume(comparing, self.inner.fulfil(asked))
+            self._own += self.inner.sent_bytes - before
+        return self.inner.fulfil(request)
+
+
+_LETTERS = 1 << 24  # of the text of a request, at most
+
+
+def same_layout(request: Request, names: Iterable[str]) -> Flow:
+    """Raise ReplicaError on all workers unless all make requests of the same layout.
+
+    Args:
+        request: this worker's.
+        names: of the bucket's parameters.
+    """
+    text = described(request).encode()
+    own = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+    ours = torch.tensor([own], dtype=torch.int64, device="cpu")
+    if len({int(of_all) for (of_all,) in (yield Gather((ours,)))}) == 1:
+        return
+    letters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    replies = yield Gather((letters,), (_LETTERS,))
+    asks = [_cut(bytes(each.tolist()).decode()) for (each,) in replies]
+    odd = [worker for worker, each in enumerate(asks) if each != asks[0]]
+    if not odd:
+        raise ReplicaError("The message that compares the layouts of requests was damaged.")
+    there = odd[0]
+    (kind, fields), (other_kind, others) = asks[0], asks[there]
+    if kind != other_kind:
+        said = f"worker {there} asks for {other_kind}, worker 0 for {kind}"
+    else:
+        pairs = enumerate(itertools.zip_longest(fields, others, fillvalue="nothing"), 1)
+        place, first, other = next((i, a, b) for i, (a, b) in pairs if a != b)
+        said = f"field {place} is {other} on worker {there}, and {first} on worker 0"
+    who = f"Worker{'s'[: len(odd) > 1]} {', '.join(map(str, odd))}"
+    raise ReplicaError(
+        f"{who} would send {shortened(names)} in another layout than worker 0: {said}. Neither "
+        f"network nor memory is at fault, and this message was not sent. Install the same versions "
+        f"of lightning_gc and numba on all workers, give them the same settings, and start again."
+    )
+
+
+def _cut(text: str) -> tuple[str, list[str]]:
+    """Return the kind of a request and its fields."""
+    kind, _, fields = text.removesuffix("]").partition("[")
+    return kind, re.split(r"(?<=[a-z0-9]), (?=[(a])", fields)
+
+
+def shortened(names: Iterable[str]) -> str:
+    """Return the names of a bucket's parameters, the first ones if they are many."""
+    said = ", ".join(names)
+    return said if len(said) <= 200 else f"{said[:200]}..."
 
 
 class Checksummed(Transport):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_gc.controllers.exchange_record import ExchangeRecord
 from lightning_gc.core import Exchange, Flow, Gather, Mean, MeanShard, Reply, Request, averaged
-from lightning_gc.core.flow import resume
+from lightning_gc.core.flow import described, resume, undisturbed
 from lightning_gc.transports.accounting import (
     COMMUNICATE,
     COMPRESS,
@@ -57,6 +57,7 @@ class Simulated:
         self.message_bytes = [0] * workers
         self.requested = ""
 
+    @undisturbed()
     def run(
         self,
         flows: Sequence[Flow],
@@ -157,27 +158,13 @@ class Simulated:
         self.sent_bytes = [old + nbytes for old in self.sent_bytes]
 
     def _check_agreement(self, requests: Sequence[Request | None]) -> None:
-        asked = [_describe(request) for request in requests]
+        asked = [described(request) for request in requests]
         for worker, other in enumerate(asked):
             if other != asked[0]:
                 raise ValueError(
                     f"Worker 0 asks for {asked[0]}, but worker {worker} for {other}; on a real "
                     f"network this is a hang. All workers need the same configuration and shapes."
                 )
-
-
-def _describe(request: Request | None) -> str:
-    """Return what must be equal on all workers: the kind of request and the fixed shapes."""
-    if request is None:
-        return "nothing"
-    payloads = request.payloads if isinstance(request, Exchange) else (request.tensors,)
-    limits = None if isinstance(request, Mean | MeanShard) else request.limits
-    shapes = []
-    for payload in payloads:
-        for tensor, limit in zip(payload, limits or (None,) * len(payload), strict=True):
-            shape = f"at most {limit}" if limit is not None else str(tuple(tensor.shape))
-            shapes.append(f"{shape} {str(tensor.dtype).removeprefix('torch.')}")
-    return f"{type(request).__name__}[{', '.join(shapes)}]"
 
 
 _OTHER = "rest"

@@ -1,14 +1,33 @@
 """What a worker has compiled changes neither what it sends nor what all decode."""
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import AllGatherOrTwoShot, BinMeans, Cast, EFSignSGD, Int8, TopK, TwoShot
+from lightning_gc import (
+    AllGatherOrTwoShot,
+    AtomoSVD,
+    BinMeans,
+    Cast,
+    EFSignSGD,
+    GradZip,
+    Int8,
+    SignSGD,
+    TopK,
+    TwoShot,
+    attach,
+)
 from lightning_gc.compressors import QSGD, Compressor
-from lightning_gc.core import Flow
+from lightning_gc.compressors.quantisers.blockwise_codes import JointBlocks
+from lightning_gc.compressors.wrappers.per_parameter import forget_plans
+from lightning_gc.core import Exchange, Flow, Gather
+from lightning_gc.core.digest import ReplicaError
 from lightning_gc.core.flow import resume
 from lightning_gc.engine import Engine
 from lightning_gc.kernels import dispatch
@@ -16,9 +35,12 @@ from lightning_gc.schemes import Scheme
 from lightning_gc.testing import LocalLockstep, Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.lockstep import Round
+from lightning_gc.transports.base import same_layout
+from lightning_gc.transports.simulated import Simulated
 from tests.support.instances import ALL, schemes_for
+from tests.support.processes import run_in_processes
 
-BY_DAY = (Int8(), BinMeans(2), QSGD(4), EFSignSGD(), Cast(), TopK(0.1))
+BY_DAY = (Int8(), BinMeans(2), QSGD(4), EFSignSGD(), SignSGD(), Cast(), TopK(0.1))
 STEPS = 4
 NEVER = STEPS
 
@@ -135,3 +157,82 @@ def test_local_steps_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -
         wanted, found = alike.round(own).weights, mixed.round(own).weights
         for name, weight in wanted.items():
             assert torch.equal(found[name], weight), f"round {step}, {name}"
+
+
+def test_the_layouts_of_requests_are_compared() -> None:
+    """One worker has another order of fields, of as many bytes."""
+    codes, numbers = torch.zeros(7, dtype=torch.uint8), torch.zeros(5)
+    rows = Exchange(((codes, numbers, numbers),) * 3)
+    parts = Exchange(((codes, numbers[:2], numbers[:2], numbers[2:], numbers[2:]),) * 3)
+    for other, said in (
+        (parts, r"field 2 is \(2,\) float32 on worker 1, and \(5,\) float32 on worker 0"),
+        (Gather((codes,), (9,)), "worker 1 asks for Gather, worker 0 for Exchange"),
+        (rows._replace(limits=(9, None, None)), "field 1 is at most 9 uint8 on worker 1"),
+    ):
+        asked = [rows, other, rows]
+        with pytest.raises(ReplicaError, match=f"^Worker 1 would send a, b in .*{said}"):
+            Simulated(3).run([same_layout(each, ("a", "b")) for each in asked])
+    Simulated(3).run([same_layout(rows, ("a", "b")) for _ in range(3)])
+
+
+@pytest.mark.parametrize("compressor", [GradZip(), AtomoSVD(), QSGD(4)], ids=cases.label)
+def test_autocast_of_the_caller_changes_nothing(compressor: Compressor) -> None:
+    plain, cast = (Lockstep(3, compressor) for _ in range(2))
+    for step in range(2):
+        wanted = plain.step(cases.gradients(3, step))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = cast.step(cases.gradients(3, step))
+        for name, mean in wanted.mean.items():
+            assert torch.equal(found.mean[name], mean), name
+
+
+@pytest.mark.processes
+def test_three_processes_with_and_without_kernels() -> None:
+    """Kernels are taken over in counted rounds; another layout stops all before it is sent."""
+    runs = run_in_processes(_train, 3)
+    for weights, _, _ in runs:
+        for how, each in weights.items():
+            assert each == runs[0][0]["alike"], how
+    assert runs[1][1] == [False] * 4 + [True] * 4  # made in round 3, taken over in round 4
+    for _, _, said in runs:
+        assert "Worker 1 would send" in said
+        assert "uint8 on worker 1, and" in said
+
+
+def _train(worker: int) -> tuple[dict[str, list[float]], list[bool], str]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    host, rounds, used = dispatch.host, 8, list[bool]()
+    host.works("blocks"), host.works("segments")
+    known = dict(host._works)
+
+    def run(how: str) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 33), nn.Linear(33, 50), nn.Linear(50, 2))
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        handle = attach(ddp, Int8(), optimizers=optimizer)
+        random = torch.Generator().manual_seed(worker)
+        for step in range(rounds):
+            if worker == 1 and how == "late" and step == 3:
+                host._made |= known
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 40, generator=random)).square().sum().backward()
+            optimizer.step()
+            if how == "late":
+                used.append(host._works["blocks"])
+        handle.check()
+        handle.close()
+        return torch.cat([p.detach().view(-1) for p in model.parameters()]).tolist()
+
+    weights = {"alike": run("alike")}
+    for how in ("without", "late"):
+        if worker == 1:
+            host._works.update(dict.fromkeys(known, False))
+        weights[how] = run(how)
+    if worker == 1:
+        JointBlocks.in_rows = False  # type: ignore[assignment, method-assign]
+        forget_plans()
+    with pytest.raises(ReplicaError) as refused:
+        run("other layout")
+    dist.destroy_process_group()
+    return weights, used, str(refused.value)

@@ -56,7 +56,8 @@ class JointSigns(JointCodec):
         self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
     ) -> None:
         super().receive_all(payloads, out, bucket, averaged=averaged)
-        if self.codec.levels == "votes" and self.kernels(out) is None:
+        whole = bucket.name_of("") == ""  # votes on a shard are encoded again, as they are
+        if whole and self.codec.levels == "votes" and self.kernels(out) is None:
             for part in self.parts:
                 decide(out[part.start : part.stop], len(payloads))
 
