@@ -5,7 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 
 import torch
 from torch import Tensor, nn
@@ -155,6 +163,7 @@ class CommonWeights:
         untrained: returns name -> parameter that is not trained.
         number: of fragments.
         outer: the step of the common weights.
+        own: returns which of these buffers stay each worker's own.
 
     Attributes:
         fragments: of the parameters.
@@ -169,10 +178,11 @@ class CommonWeights:
         untrained: Callable[[], Mapping[str, Tensor]],
         number: int,
         outer: Outer,
+        own: Callable[[Collection[str]], Collection[str]] = lambda names: (),
     ) -> None:
         self._module = module
         self.fragments = in_fragments(params, number, outer)
-        self.buffers = CommonBuffers(buffers, untrained)
+        self.buffers = CommonBuffers(buffers, untrained, own)
         # This worker's own, while the module holds the common ones.
         self._aside: tuple[list[Tensor], dict[str, Tensor]] | None = None
 
@@ -249,8 +259,15 @@ class CommonWeights:
     def own(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return copies of this worker's weights and saved buffers by name, shown or not."""
         weights, buffers = self._aside or self.held()
+        return self.named(weights), self._saved(buffers)
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return copies of saved buffers that stay this worker's own, by name."""
+        return self._saved({n: b.detach().clone() for n, b in self.buffers.kept.items()})
+
+    def _saved(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         saved = {name.replace("_orig_mod.", "") for name in self._module.state_dict()}
-        return self.named(weights), {n: b for n, b in buffers.items() if n in saved}
+        return {name: buffer for name, buffer in buffers.items() if name in saved}
 
     def load_own(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Set this worker's weights and buffers; those that are not named stay."""
@@ -293,8 +310,9 @@ class CommonBuffers:
 
     Exchanged is the difference to them, exactly 0 where nothing has changed: constants, such as
     position tables, masks of −∞ and NaN for what is missing, keep every bit. Where the mean of the
-    differences is not finite, as of a minimum that begins at ∞, all take worker 0's value. Integers
-    and booleans are left alone: they are constants or count steps, and so are equal on all workers.
+    differences is not finite, as of a minimum that begins at ∞, all take the mean of the values
+    that are finite, or worker 0's value if none is. Integers and booleans are left alone: they are
+    constants or count steps, and so are equal on all workers. So are buffers that stay own.
 
     Parameters that are not trained are like buffers from the exchange on before which they have
     first changed on some worker: a mean teacher's are averaged, a frozen backbone's are neither
@@ -307,6 +325,7 @@ class CommonBuffers:
         find: returns buffer name -> buffer, equal on all workers now. Called each time: a module
             may assign a new tensor to a name.
         untrained: returns parameter name -> parameter that is not trained; called each time too.
+        own: returns which of the buffers of these names stay each worker's own.
 
     Attributes:
         common: name -> value after the last exchange.
@@ -316,12 +335,15 @@ class CommonBuffers:
         self,
         find: Callable[[], Mapping[str, Tensor]],
         untrained: Callable[[], Mapping[str, Tensor]] = dict,
+        own: Callable[[Collection[str]], Collection[str]] = lambda names: (),
     ) -> None:
         self._find, self._untrained = find, untrained
+        self._own = own(list(find()))
         frozen = {n: p for n, p in untrained().items() if p.is_floating_point() and _is_plain(p)}
         self._frozen = {n: torch.zeros_like(p, device="meta") for n, p in frozen.items()}
         self._layout = {name: torch.zeros_like(b, device="meta") for name, b in find().items()}
-        floats = {name: b for name, b in find().items() if b.is_floating_point()}
+        shared = {name: b for name, b in find().items() if name not in self._own}
+        floats = {name: b for name, b in shared.items() if b.is_floating_point()}
         self.common = {name: b.detach().clone() for name, b in floats.items()}
         self._seen: dict[str, int] = {}
         self._look()
@@ -409,22 +431,22 @@ class CommonBuffers:
     ) -> Flow:
         (mean,) = yield Mean((sent,))
         gaps, flags = mean.split([own.numel(), len(values)])
-        odd, first = yield from _where_not_finite(gaps, own)
+        odd, instead = yield from _where_not_finite(gaps, own)
         start = 0
         for name, common in self.common.items():
             piece = slice(start, start := start + common.numel())
             before, gap = common.reshape(-1), gaps[piece]
             after = torch.where(gap == 0, before, (before.to(gap.dtype) - gap).to(common.dtype))
-            if first is not None:
-                after = torch.where(odd[piece], first[piece].to(common.dtype), after)
+            if instead is not None:
+                after = torch.where(odd[piece], instead[piece].to(common.dtype), after)
             arriving[name] = after.view(common.shape)
         new = [name for name, flag in zip(values, flags.tolist(), strict=True) if flag]
         if new:
             wide = _widest(values[name] for name in new)
             flat = torch.cat([values[name].to(wide).reshape(-1) for name in new])
             (mean,) = yield Mean((flat.clone(),))
-            odd, first = yield from _where_not_finite(mean, flat)
-            mean = mean if first is None else torch.where(odd, first, mean)
+            odd, instead = yield from _where_not_finite(mean, flat)
+            mean = mean if instead is None else torch.where(odd, instead, mean)
             for name, piece in zip(new, mean.split([values[n].numel() for n in new]), strict=True):
                 arriving[name] = piece.view(values[name].shape).to(values[name].dtype).clone()
 
@@ -446,7 +468,7 @@ class CommonBuffers:
 
     def put(self, named: Mapping[str, Tensor]) -> None:
         """Set this worker's buffers, those that are named."""
-        now = {**self._still, **self.live}
+        now = {**self._still, **self.live, **self.kept}
         for name, value in named.items():
             if name in now and now[name].shape == value.shape:
                 now[name].data.copy_(value)
@@ -466,12 +488,17 @@ class CommonBuffers:
         return [name for name in self.common if name in self._frozen]
 
     @property
+    def kept(self) -> dict[str, Tensor]:
+        """This worker's buffers that stay its own."""
+        return {name: each for name, each in self._find().items() if name in self._own}
+
+    @property
     def constants(self) -> dict[str, Tensor]:
-        """This worker's buffers of integers and booleans."""
+        """This worker's buffers that no exchange changes: integers, booleans and its own."""
         return {n: each.detach() for n, each in self._find().items() if n not in self.common}
 
     def put_constants(self, named: Mapping[str, Tensor]) -> None:
-        """Set this worker's buffers of integers and booleans."""
+        """Set this worker's buffers that no exchange changes."""
         for name, own in self.constants.items():
             if name in named and named[name].shape == own.shape:
                 own.copy_(named[name])
@@ -517,17 +544,22 @@ def _digests(named: Mapping[str, Tensor]) -> dict[str, int]:
 def _where_not_finite(
     mean: Tensor, own: Tensor
 ) -> Generator[Request, Reply, tuple[Tensor, Tensor | None]]:
-    """Return where a mean is not finite, and a tensor that has worker 0's own values there.
+    """Return where a mean is not finite, and a tensor with what is taken there instead.
 
-    The second is None if the mean is finite everywhere, which all workers see in the same mean.
+    That is the mean of the workers' own values that are finite; worker 0's value if none is. The
+    second is None if the mean is finite everywhere, which all workers see in the same mean.
     """
     odd = ~mean.isfinite()
     if not bool(odd.any()):
         return odd, None
     gathered = yield Gather((own[odd],))
-    first = torch.zeros_like(own)
-    first[odd] = gathered[0][0]
-    return odd, first
+    values = torch.stack([payload[0] for payload in gathered])  # (W, number)
+    finite = values.isfinite()
+    number = finite.sum(0)
+    instead = torch.where(finite, values, 0).sum(0) / number
+    found = torch.zeros_like(own)
+    found[odd] = torch.where(number > 0, instead, values[0])
+    return odd, found
 
 
 def mean_of(flat: Tensor) -> Flow:

@@ -362,7 +362,8 @@ class LocalRounds:
             every = module.named_parameters()
             return {plain_name(n): local_part(p) for n, p in every if p not in names}
 
-        self.weights = CommonWeights(module, params, buffers, untrained, plan.fragments, plan.outer)
+        given = module, params, buffers, untrained
+        self.weights = CommonWeights(*given, plan.fragments, plan.outer, plan.own_buffers)
         self.share = Share(
             plan.unequal or EQUAL,
             plan.outer,
@@ -669,7 +670,7 @@ class OwnState:
     """A worker's weights and buffers within a round, its optimizers and its loss scaler.
 
     If the number of workers has changed, each gets the mean of the weights, and the optimizers of
-    worker 0.
+    worker 0. Of buffers that stay own, worker i gets those of worker i modulo the former number.
 
     Args:
         rounds: the worker's.
@@ -685,7 +686,7 @@ class OwnState:
             "scaler": ANYTHING,
             "share": Share.own_structure,
         },
-        {"common": CommonState.common_structure},
+        {"common": CommonState.common_structure, "kept": Each(Leaf("a tensor", torch.is_tensor))},
     )
 
     def __init__(
@@ -703,6 +704,7 @@ class OwnState:
         scaler = self._scaler()
         with self._rounds.present():
             weights, buffers = self._rounds.weights.own()
+            kept = self._rounds.weights.kept()
             optimizers = [_state_of(each) for each in self._optimizers()]
         flight = self._rounds.exchange.flight
         sent = {}
@@ -715,6 +717,7 @@ class OwnState:
             "optimizers": {str(index): each for index, each in enumerate(optimizers)},
             "scaler": {} if scaler is None else scaler.state_dict(),
             "share": self._rounds.share.own_state(),
+            **({"kept": kept} if kept else {}),
             **({} if self._common is None else {"common": self._common.common_state()}),
         }
 
@@ -738,8 +741,10 @@ class OwnState:
             if same
             else average([{part: state[part] for part in parts} for state in states])
         )
+        # No mean of these: of another number of workers, each goes on with those of one.
+        kept = states[self._rounds.share.worker % len(states)].get("kept", {})
         with self._rounds.present():
-            self._rounds.weights.load_own(own["weights"], own["buffers"])
+            self._rounds.weights.load_own(own["weights"], {**own["buffers"], **kept})
         flight = self._rounds.exchange.flight
         if flight is not None and flight.sent is not None:
             fragment = self._rounds.weights.fragments[flight.index]

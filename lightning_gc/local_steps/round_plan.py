@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -216,6 +219,10 @@ class RoundPlan:
         island: N, the number of consecutive ranks that train as one worker, such as a node's. They
             average their gradients in each step. All workers have N processes.
         elastic: where workers meet that may die, leave and join. Each is then a separate job.
+        buffers: ``"mean"``: each exchange averages buffers with floating point, as running
+            statistics need it. ``"own"``: each worker keeps its own buffers. Or names of those that
+            stay own, as ``("queue", "*.amax_history")``; ``*`` stands for anything. A mean is no
+            queue of features, no extreme and no history.
         owner: the strategy or class with these arguments, for error messages.
 
     Raises:
@@ -237,6 +244,7 @@ class RoundPlan:
     unequal: Unequal | None = None
     island: int = 1
     elastic: Elastic | None = None
+    buffers: Literal["mean", "own"] | Collection[str] = "mean"
     owner: str = field(default="RoundPlan", repr=False, compare=False)
 
     @property
@@ -280,6 +288,21 @@ class RoundPlan:
             )
         return dataclasses.replace(self.every, levels=levels)
 
+    def own_buffers(self, names: Collection[str]) -> frozenset[str]:
+        """Return which of a module's buffers stay each worker's own.
+
+        Raises:
+            ValueError: a pattern fits none of the names.
+        """
+        if isinstance(self.buffers, str):
+            return frozenset(names if self.buffers == "own" else ())
+        for pattern in self.buffers:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = ", ".join(map(repr, get_close_matches(pattern, names, 3, 0.0)))
+                had = f"did you mean one of {near}" if near else "the module has no buffer"
+                self._refuse("buffers", f"{pattern!r} fits no buffer of the module; {had}")
+        return frozenset(n for n in names if any(fnmatchcase(n, each) for each in self.buffers))
+
     def due(self, position: int, length: int) -> list[int]:
         """Return the fragment that is exchanged after ``position`` steps of a round, if any.
 
@@ -317,6 +340,7 @@ class RoundPlan:
             )
         self._check_island()
         self._check_unequal()
+        self._check_buffers()
         given: Any = self.elastic
         if given is not None and not isinstance(given, Elastic):
             where = given if isinstance(given, str) else "10.0.0.1:29400"
@@ -336,6 +360,19 @@ class RoundPlan:
                 "the processes of an island would measure unlike speeds and count unlike tokens; "
                 "leave unequal out",
             )
+
+    def _check_buffers(self) -> None:
+        given: Any = self.buffers
+        if given in ("mean", "own"):
+            return
+        if isinstance(given, str):
+            self._refuse(
+                "buffers", f"use 'mean' or 'own', or names in a tuple, such as ({given!r},)"
+            )
+        names = isinstance(given, Collection) and all(isinstance(each, str) for each in given)
+        if not names or not given:
+            self._refuse("buffers", "use 'mean' or 'own', or names, such as ('queue',)")
+        object.__setattr__(self, "buffers", tuple(sorted(given)))  # equal on all workers
 
     def _check_unequal(self) -> None:
         given: Any = self.unequal

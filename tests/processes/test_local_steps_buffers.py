@@ -49,6 +49,21 @@ class Observed(Learner):
         return loss
 
 
+class Queued(Learner):
+    """Keeps unit vectors of its last batches in a queue, as contrastive learning does."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.eye(4, 5))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        key = torch.nn.functional.normalize(batch.detach().reshape(-1)[:5], dim=0)
+        self.queue[batch_idx % 4] = key
+        return super().training_step(batch, batch_idx)
+
+
 class Growing(Learner):
     """Has a table that grows as it is needed, on worker 1 before worker 0, and then a new one."""
 
@@ -81,6 +96,11 @@ def everything(worker: int) -> dict[str, Any]:
                     devices=WORKERS,
                     use_distributed_sampler=False,
                 )
+        parts = PerParameter(TopK(0.1)), Queued, own_batches(worker, 8)
+        own: dict[str, Any] = {"every": 3, "buffers": ("que*",)}
+        found["own"] = fit(
+            local(parts[0], **own), *parts[1:], devices=WORKERS, use_distributed_sampler=False
+        )
     found["lost"] = [str(each.message) for each in caught if "lost" in str(each.message)]
     return found
 
@@ -103,3 +123,15 @@ def test_all_end_alike(found: list[dict[str, Any]], module: str, delay: int) -> 
         assert np.isfinite(first["buffers"][0])
     for worker in found:
         assert worker["lost"] == []
+
+
+def test_own_buffers_stay_own(found: list[dict[str, Any]]) -> None:
+    """Unit vectors stay unit vectors, which a mean of two workers' vectors is not."""
+    first, second = (worker["own"] for worker in found)
+    assert first["trained"][0] == second["trained"][0] != first["trained"][-1]
+    for ours, theirs in zip(first["parameters"], second["parameters"], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    queues = [np.asarray(worker["buffers"][0]) for worker in (first, second)]
+    assert not np.array_equal(*queues)
+    for queue in queues:
+        np.testing.assert_allclose(np.linalg.norm(queue, axis=1), 1, rtol=1e-5)

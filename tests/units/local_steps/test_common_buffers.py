@@ -98,21 +98,22 @@ def test_what_is_written_while_the_common_ones_are_shown_stays() -> None:
 @pytest.mark.parametrize(
     ("before", "values", "after"),
     [
-        (INF, (3.0, 1.0, 5.0), 3.0),
-        (INF, (INF, 1.0, 5.0), INF),
-        (INF, (1.0, INF, 5.0), 1.0),
+        (INF, (4.0, 1.0, 1.0), 2.0),
+        (INF, (INF, 1.0, 5.0), 3.0),
+        (INF, (1.0, INF, 5.0), 3.0),
         (2.0, (INF, INF, INF), INF),
-        (2.0, (1.0, NAN, 5.0), 1.0),
-        (NAN, (NAN, 7.0, 7.0), NAN),
+        (2.0, (1.0, NAN, 5.0), 3.0),
+        (NAN, (NAN, 7.0, 5.0), 6.0),
         (-INF, (4.0, NAN, INF), 4.0),
+        (2.0, (NAN, INF, -INF), NAN),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_what_is_not_finite_becomes_worker_0s(
+def test_a_mean_that_is_not_finite_becomes_that_of_finite_values(
     before: float, values: tuple[float, ...], after: float, dtype: torch.dtype
 ) -> None:
-    """And what is finite beside it, the mean; the exchange after that is as ever."""
+    """Or worker 0's value if none is; what is finite beside it, the mean."""
     named, workers = workers_with({"best": torch.tensor([before, 0.0], dtype=dtype)})
     for each, value in zip(named, values, strict=True):
         each["best"] = torch.tensor([value, 6.0], dtype=dtype)
@@ -195,6 +196,71 @@ def test_buffers_that_are_new_gone_or_resized_are_left_alone() -> None:
     named[1]["table"] = torch.full((4,), 4.0)
     exchanged(workers)
     assert [each["table"].tolist() for each in named] == [[2.0] * 4] * 3, "it is back"
+
+
+def own_rounds(buffers: Any, seed: int = 0) -> Any:
+    """Return a module with a queue, extremes and a counter, and its rounds of two steps."""
+    torch.manual_seed(seed)
+    module = nn.Linear(3, 2)
+    module.register_buffer("queue", torch.nn.functional.normalize(torch.randn(4, 3)))
+    module.register_buffer("least", torch.tensor(INF))
+    module.register_buffer("seen", torch.tensor(0))
+    module.register_buffer("cache", torch.zeros(2), persistent=False)
+    return module, rounds_of(module, 2, buffers=buffers)
+
+
+@pytest.mark.parametrize("buffers", ["own", ["q*", "least", "seen"]], ids=str)
+def test_buffers_that_stay_own_are_not_exchanged_and_resume_by_worker(buffers: Any) -> None:
+    """Of any type; validation sees the worker's own; another number of workers takes no mean."""
+    module, rounds = own_rounds(buffers)
+    common = rounds.weights.buffers
+    assert not {"queue", "least", "seen"} & set(common.common)
+    assert ("cache" in common.common) == (buffers != "own")
+    module.queue.neg_()
+    module.least.fill_(2.0)
+    module.seen.add_(5)
+    with rounds.weights.presented():
+        assert float(module.least) == 2.0
+        module.seen.add_(1)  # in a validation
+    assert int(module.seen) == 6
+    assert not common.moved
+    rounds.weights.go_back()
+    assert float(module.least) == 2.0, "a lost round leaves it"
+    saved = OwnState(rounds, list, lambda: None).own_state()
+    OwnState.structure.check(saved, "state")
+    assert saved["kept"].keys() == {"queue", "least", "seen"}, "what a state_dict has"
+    other, resumed = own_rounds(buffers, seed=1)
+    OwnState(resumed, list, lambda: None).load_own_states([saved])
+    for name in saved["kept"]:
+        assert torch.equal(getattr(other, name), getattr(module, name)), name
+    second = saved | {"kept": {name: each + 1 for name, each in saved["kept"].items()}}
+    OwnState(resumed, list, lambda: None).load_own_states([saved, second])
+    assert torch.equal(other.queue, module.queue), "worker 0 has worker 0's"
+    assert other.seen.dtype == torch.int64
+
+
+def test_a_worker_that_joins_gets_own_buffers_from_a_member() -> None:
+    module, rounds = own_rounds("own")
+    module.queue.neg_()
+    other, joins = own_rounds("own", seed=1)
+    buffers = rounds.weights.buffers
+    joins.begin_from({}, buffers.common, buffers.constants)
+    assert torch.equal(other.queue, module.queue)
+    assert other.queue.data_ptr() != module.queue.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("buffers", "said"),
+    [
+        ("queue", r"names in a tuple, such as \('queue',\)"),
+        (("quewe",), r"'quewe' fits no buffer of the module; did you mean one of 'queue'"),
+        ((), "use 'mean' or 'own', or names"),
+        (3, "use 'mean' or 'own', or names"),
+    ],
+)
+def test_buffers_that_do_not_exist_are_refused(buffers: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        own_rounds(buffers)
 
 
 class Student(nn.Module):
