@@ -253,7 +253,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
 
     def _turn(self, process: int | None) -> None:
         super()._turn(process)
-        if self._training():
+        if self._all_rounds and self._training():
             self._replicas.enter(self._present[0] if process is None else process // self.island)
 
     def _differing_settings(self, label: str, name: str) -> None:

@@ -520,7 +520,9 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             self._after_step = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        worker, trainer = self.worker, self.lightning_module.trainer
+        trainer = self.lightning_module.trainer
+        self._turn(trainer.fit_loop.batch_idx % self._processes)
+        worker = self.worker
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._done = 0  # also if the last step was abandoned
         turn = self._done % self._processes
@@ -530,7 +532,6 @@ class SimulatedWorkers(Communication, CompressedStrategy):
                 f"{turn // self.island}'s turn. Simulated workers cannot skip a backward "
                 f"pass, or use an optimizer that calls its closure several times, such as LBFGS."
             )
-        self._turn(trainer.fit_loop.batch_idx % self._processes)
         if self._done == 0:
             self._begin_step()
         self._enter(worker)
