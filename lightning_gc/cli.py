@@ -227,13 +227,13 @@ def _add_check(command: Callable[..., argparse.ArgumentParser]) -> None:
         _check,
         "whether two or more machines can train together, before they do",
         "Check names, interfaces, ports, versions, kernels and the link between machines, and say "
-        "how to mend what is found. Start it on each machine, with these options or by torchrun. "
+        "how to fix what is found. Start it on each machine, with these options or by torchrun. "
         "Without options it checks this machine only.",
     ).add_argument
     add("--nnodes", type=int, metavar="N", help="number of machines")
     add("--node-rank", type=int, metavar="K", help="number of this machine, from 0 on")
-    add("--master-addr", metavar="HOST", help="address of machine 0")
-    add("--master-port", type=int, default=29500, help="a free port of it (default: %(default)s)")
+    add("--master-addr", metavar="HOST", help="address of machine 0; HOST:PORT names its port too")
+    add("--master-port", type=int, metavar="PORT", help="a free port of it (default: 29500)")
     wait = "seconds for the other machines to start (default: %(default)s)"
     add("--wait", type=float, default=60, help=wait)
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 import platform
+import re
 import shutil
 import textwrap
 import time
@@ -21,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from lightning_gc.advice.alpha_beta import Link, probe, sustained
 from lightning_gc.advice.meeting import (
+    FIRST,
     PORT,
     Door,
     Facts,
@@ -50,7 +52,7 @@ from lightning_gc.transports.peer_error import naming_peers
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to mend.
+    """Something that the page says first.
 
     Attributes:
         text: what, and the fix.
@@ -123,14 +125,35 @@ def party_of(options: argparse.Namespace) -> Party | None:
     missing = sorted(names.keys() - given)
     if missing:
         raise ValueError(f"{', '.join(given)} needs also {' and '.join(missing)}.")
-    number, machines, port = options.node_rank, options.nnodes, options.master_port
+    number, machines = options.node_rank, options.nnodes
+    address, port = _place(options.master_addr, options.master_port)
     if machines < 1:
         raise ValueError(f"--nnodes {machines}: give the number of machines, such as 2.")
     if not 0 <= number < machines:
         raise ValueError(f"--node-rank {number}: give 0 to {machines - 1}, each on one machine.")
     if not 0 < port < 1 << 16:
         raise ValueError(f"--master-port {port}: a port is a number from 1 to 65535.")
-    return Party(number, machines, options.master_addr, port, number == 0, options.wait)
+    return Party(number, machines, address, port, number == 0, options.wait)
+
+
+_WITH_PORT = re.compile(r"\[(?P<six>[^\]]*)\](?::(?P<its>.*))?|(?P<host>[^:]*):(?P<port>[^:]*)")
+
+
+def _place(address: str, port: int | None) -> tuple[str, int]:
+    """Return machine 0's address and port; the port may stand in the address, as for torchrun."""
+    found = _WITH_PORT.fullmatch(address)
+    if found is None:  # several colons without brackets are an address of IPv6
+        return address, PORT if port is None else port
+    host, written = found["six"] or found["host"], found["its"] or found["port"]
+    if not host or (written and not (written.isascii() and written.isdecimal())):
+        raise ValueError(f"--master-addr {address}: write an address, such as 10.0.0.1:{PORT}.")
+    if written is None:
+        return host, PORT if port is None else port
+    if port not in (None, int(written)):
+        raise ValueError(
+            f"--master-addr {address} and --master-port {port} name two ports. Give one of them."
+        )
+    return host, int(written)
 
 
 def alone() -> bool:
@@ -167,9 +190,11 @@ def together(party: Party) -> bool:
         place = here(party)
         door = Door(place[ANNOUNCED].partition(" ")[0])
         own = place | {"door": door.place, "token": door.token, OWN_NAME: "".join(hidden)}
-        party.gather(store, "place", own, print_line)
+        party.gather(store, FIRST, own, print_line)
         told = party.gather(store, "facts", own | software(), print_line)
-        reached = party.gather(store, "reached", visit_all(party, told), print_line)
+        with waiting("Visiting the other machines"):
+            visited = visit_all(party, told)
+        reached = party.gather(store, "reached", visited, print_line)
         found = list(findings(told, reached))
         link = ""
         if not any(each.stops for each in found):
@@ -218,12 +243,17 @@ def here(party: Party) -> Facts:
 
 def software() -> Facts:
     """Return versions and kernels, in a few seconds."""
+    with waiting("Reading this machine's versions"):
+        return _software()
+
+
+def _software() -> Facts:
     from lightning_gc.methods import catalogue  # takes seconds: not before the machines meet
 
     device = torch.device("cpu")
     wire = hashlib.sha256(catalogue.markdown("wire").encode()).hexdigest()
     lightning = sorted({_version("lightning"), _version("pytorch-lightning")} - {""})
-    numba, missing = _version("numba"), dispatch.uncompiled()
+    numba, compiled = _version("numba"), dispatch.on_disk()
     found = {
         "Python": platform.python_version(),
         **compile_kernels(configure("lightning-gc check", Identity(), None, None, 0), device),
@@ -231,7 +261,7 @@ def software() -> Facts:
         "lightning_gc": own_release(),
         "wire format": wire[:8],
         "numba": numba or "none",
-        "compiled kernels": f"all but {', '.join(missing)}" if missing else "all",
+        "compiled kernels": f"{sum(compiled.values())} of {len(compiled)}",
     }
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -259,12 +289,14 @@ def findings(told: Sequence[Facts], reached: Sequence[Mapping[str, str]]) -> Ite
             yield Finding(_unreached(told, here, there, problem))
     for name, fix in SAME.items():
         expected = told[0].get(name, "nothing")
+        others: dict[str, list[int]] = {}
         for machine, facts in enumerate(told):
-            value = facts.get(name, "nothing")
-            if value != expected:
-                yield Finding(
-                    f"Machine {machine} has {name} {value}, but machine 0 has {expected}. {fix}"
-                )
+            if (value := facts.get(name, "nothing")) != expected:
+                others.setdefault(value, []).append(machine)
+        for value, machines in others.items():
+            yield Finding(
+                f"{_who(machines, told)} {name} {value}, but machine 0 has {expected}. {fix}"
+            )
     ways = [facts.get(WAY, "").partition(" ")[0] for facts in told if WAY in facts]
     local = [way.startswith("127.") or way == "::1" for way in ways]
     for machine, wrong in enumerate(local):
@@ -278,30 +310,32 @@ def findings(told: Sequence[Facts], reached: Sequence[Mapping[str, str]]) -> Ite
 
 def _notes(told: Sequence[Facts]) -> Iterator[Finding]:
     for machine, facts in enumerate(told):
-        who = f"Machine {machine}" if len(told) > 1 else "This machine"
         if facts.get(OWN_NAME):
+            who = f"Machine {machine}" if len(told) > 1 else "This machine"
             name = facts.get(ANNOUNCED, "").partition("(")[2].rstrip(")")
             yield Finding(
                 f"{who}: {facts[OWN_NAME]} The strategies of lightning_gc do the same. Plain DDP "
                 f"needs `export {VARIABLE}={name}`.",
                 stops=False,
             )
-        if facts.get("numba") == "none":
-            yield Finding(
-                f"{who} has no numba, so QSGD and Cast take longer on CPUs, and all machines wait. "
-                f"Install it: pip install numba.",
-                stops=False,
-            )
-        elif facts.get("compiled kernels", "all") != "all":
-            yield Finding(
-                f"{who} has compiled {facts['compiled kernels']} of numba's kernels. A training "
-                f"compiles its own before the first step, for up to half a minute, and all "
-                f"machines wait.",
-                stops=False,
-            )
-    numbas = {facts.get("numba") == "none" for facts in told}
-    if len(numbas) > 1:
+    without = [machine for machine, facts in enumerate(told) if facts.get("numba") == "none"]
+    if without:
+        yield Finding(
+            f"{_who(without, told)} no numba, so QSGD and Cast take longer on CPUs, and all "
+            f"machines wait. Install it: pip install numba.",
+            stops=False,
+        )
+    if 0 < len(without) < len(told):
         yield Finding(f"Methods of low rank, such as PowerSGD: {FIXES['numba']}", stops=False)
+
+
+def _who(machines: Sequence[int], told: Sequence[Facts]) -> str:
+    """Return the subject of a sentence about machines, with its verb."""
+    if len(told) == 1:
+        return "This machine has"
+    if len(machines) == 1:
+        return f"Machine {machines[0]} has"
+    return f"Machines {', '.join(map(str, machines[:-1]))} and {machines[-1]} have"
 
 
 def _unreached(told: Sequence[Facts], here: int, there: int, problem: str) -> str:
@@ -335,7 +369,7 @@ def measured(store: Store, party: Party) -> float:
     limit = timedelta(seconds=60)
     group = PrefixStore("gloo", store)
     me, machines = party.number, party.machines
-    with waiting("Waiting for the other machines to measure the link"):
+    with waiting("Measuring the link with the other machines"):
         with naming_peers("connection", "the check of the link", me, machines):
             dist.init_process_group(
                 "gloo", timeout=limit, world_size=machines, rank=me, store=group
@@ -358,12 +392,16 @@ def in_words(gbps: float, reached: Sequence[Mapping[str, str]]) -> str:
     )
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def page(found: Sequence[Finding], told: Sequence[Facts], link: str = "") -> str:
     """Return the text that is printed: findings first."""
     width = shutil.get_terminal_size((100, 24)).columns
     stops = sum(each.stops for each in found)
-    heads = [f"{stops} to mend before a training" if stops else "Nothing stops a training"]
-    heads += [f"{len(found) - stops} to know"] if len(found) > stops else []
+    heads = [f"{_count(stops, 'problem')} to fix before training" if stops else "Ready to train"]
+    heads += [_count(len(found) - stops, "note")] if len(found) > stops else []
     lines = [f"{', '.join(heads)}."]
     for each in sorted(found, key=lambda each: not each.stops):
         mark = "STOP  " if each.stops else "note  "

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -97,6 +100,7 @@ class Party:
         thread.start()
         thread.join(CONNECT)
         if not found:
+            atexit.register(_end_beside, thread)
             raise NotMet(
                 f"Another program than lightning-gc check answers at {self.address}:{self.port}. "
                 f"Start the command on machine 0, or use another --master-port on all machines."
@@ -175,6 +179,8 @@ class Party:
             problem = (
                 f"Machine {numbers} has not come. If the command runs there, it does not reach "
                 f"port {self.port} of machine 0, {self.address}: open it for TCP."
+                if what == FIRST
+                else f"Machine {numbers} has come, but does not go on. See its output."
             )
             passed = time.monotonic() - begun
             if passed > self.wait:
@@ -188,12 +194,30 @@ class Party:
 
 PORT = 29500
 """Default port, as torchrun's."""
+FIRST = "place"
+"""What machines tell first: who has told it has come."""
+_MOST = 300  # letters of a fact: another program may have written it
+
+
+def _end_beside(thread: threading.Thread) -> None:
+    """End this process as failed if a thread is still in torch's code.
+
+    Python would unwind that thread at its end, and C++ answers by ``std::terminate``.
+    """
+    if thread.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _facts(text: bytes) -> Facts:
     lines = text.decode(errors="replace").splitlines()
     pairs = (line.partition("\t") for line in lines)
-    return {name: "".join(filter(str.isprintable, value)) for name, _, value in pairs}
+    return {name: _short("".join(filter(str.isprintable, value))) for name, _, value in pairs}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST else f"{text[:_MOST]} ..."
 
 
 def own_addresses() -> list[str]:

@@ -387,11 +387,11 @@ def _is_compiled(family: str) -> bool:
         return False
 
 
-def uncompiled() -> list[str]:
-    """Return numba's families that are not compiled on this machine yet; without numba all."""
+def on_disk() -> dict[str, bool]:
+    """Return numba's families, and whether each is compiled on this machine; without numba none."""
     found = find_spec("numba") is not None
     names = [module.name for module in pkgutil.iter_modules([str(_SOURCES)])]
-    return [family for family in names if not (found and _is_compiled(family))]
+    return {family: found and _is_compiled(family) for family in names}
 
 
 def _mark(family: str) -> Path:

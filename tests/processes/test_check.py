@@ -43,7 +43,7 @@ def test_two_equal_machines() -> None:
     (code, page), (other, said) = checked({})
     assert code == other == cli.OK, page + said
     assert "Start there:\n  lightning-gc check --nnodes 2 --node-rank 1 --master-addr" in page
-    assert "Nothing stops a training" in page
+    assert "Ready to train" in page
     assert LINK.search(page), page
     assert "Next: lightning-gc advise" in page
     for name in ("host name", "Gloo announces", "wire format", "vector instructions", "numba"):
@@ -55,7 +55,7 @@ def test_two_equal_machines() -> None:
 def test_other_versions_are_found_on_all_machines() -> None:
     (code, page), (other, _) = checked({"lightning_gc": "0.1.0", "torch": "2.12.9"})
     assert code == other == cli.FAILED
-    assert "2 to mend before a training" in page
+    assert "2 problems to fix before training" in page
     found = " ".join(page.split())
     assert "Machine 1 has lightning_gc 0.1.0, but machine 0 has" in found
     assert "Machine 1 has torch 2.12.9, but machine 0 has" in found

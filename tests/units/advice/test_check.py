@@ -2,6 +2,7 @@
 
 import argparse
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ FACTS = {
     "lightning_gc": "0.2.0",
     "wire format": "5a1e7b8e",
     "numba": "0.61",
-    "compiled kernels": "all",
+    "compiled kernels": "9 of 9",
 }
 REACHED = [{"1": "0.02"}, {"0": "0.02"}]
 
@@ -66,7 +67,7 @@ def test_a_difference_that_stops_a_training(changed: dict[str, str], sentence: s
             {"numba": "none"},
             ["Machine 1 has no numba", "Methods of low rank, such as PowerSGD: This method decode"],
         ),
-        ({"compiled kernels": "all but signs"}, ["Machine 1 has compiled all but signs of numba"]),
+        ({"compiled kernels": "0 of 9"}, []),
         (
             {check.OWN_NAME: "The name is 127.0.1.1.", check.ANNOUNCED: "10.0.0.2 (eth0)"},
             ["Machine 1: The name is 127.0.1.1. The strategies of lightning_gc do the same."],
@@ -85,6 +86,13 @@ def test_the_note_about_a_name_names_the_interface() -> None:
     changed = {check.OWN_NAME: "The name is 127.0.1.1.", check.ANNOUNCED: "10.0.0.2 (eth0)"}
     (found,) = findings(told(**changed), REACHED)
     assert found.text.endswith(f"Plain DDP needs `export {VARIABLE}=eth0`.")
+
+
+def test_machines_with_the_same_finding_share_its_line() -> None:
+    facts = [FACTS, *[FACTS | {"numba": "none", "torch": "2.12.0"}] * 3]
+    other, without, _ = (each.text for each in findings(facts, []))
+    assert other.startswith("Machines 1, 2 and 3 have torch 2.12.0, but machine 0 has 2.13.0.")
+    assert without.startswith("Machines 1, 2 and 3 have no numba")
 
 
 @pytest.mark.parametrize(
@@ -112,21 +120,23 @@ def test_what_another_machine_tells_is_not_trusted() -> None:
         "no tab": "",
         "\ufffd": "1",
     }
+    assert len(meeting._facts(b"host name\t" + b"h" * 200_000)["host name"]) < 400
     for place in ("", "127.0.0.1", "127.0.0.1 x", "127.0.0.1 99999", "no-one.invalid 80"):
         assert not check._is_number(visit(place, "token"))
 
 
 def test_findings_are_first_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    text = page([Finding("To know.", stops=False), Finding("To mend. " * 20)], told(), "Link: x.")
+    text = page([Finding("To know.", stops=False), Finding("To fix. " * 20)], told(), "Link: x.")
     lines = text.splitlines()
-    assert lines[0] == "1 to mend before a training, 1 to know."
-    assert lines[1].startswith("STOP  To mend.")
+    assert lines[0] == "1 problem to fix before training, 1 note."
+    assert lines[1].startswith("STOP  To fix.")
     assert lines[2].startswith("      ")
     assert text.index("STOP") < text.index("note  To know.") < text.index("host name")
     assert lines[-1] == "Link: x."
     assert max(map(len, lines)) <= 80
-    assert page([], []) == "Nothing stops a training."
+    assert page([], []) == "Ready to train."
+    assert page([Finding("", stops=False)] * 4, []).startswith("Ready to train, 4 notes.")
 
 
 @pytest.mark.parametrize(
@@ -140,6 +150,15 @@ def test_findings_are_first_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None
             ["--nnodes=2", "--node-rank=0", "--master-addr=h", "--master-port=70000"],
             "--master-port 70000: a port is a number from 1 to 65535",
         ),
+        *(
+            (["--nnodes=2", "--node-rank=0", *words], sentence)
+            for words, sentence in (
+                (["--master-addr=h:70000"], "--master-port 70000: a port is a number from 1"),
+                (["--master-addr=h:http"], "--master-addr h:http: write an address, such as"),
+                (["--master-addr=:29500"], "--master-addr :29500: write an address, such as"),
+                (["--master-addr=h:1", "--master-port=2"], "--master-port 2 name two ports"),
+            )
+        ),
     ],
 )
 def test_invalid_requests(
@@ -147,6 +166,26 @@ def test_invalid_requests(
 ) -> None:
     assert cli.main(["check", *words]) == cli.USAGE
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "place"),
+    [
+        ("10.0.0.1", None, ("10.0.0.1", 29500)),
+        ("10.0.0.1:29501", None, ("10.0.0.1", 29501)),
+        ("host:29501", 29501, ("host", 29501)),
+        ("fe80::1", 29501, ("fe80::1", 29501)),
+        ("[fe80::1]", None, ("fe80::1", 29500)),
+        ("[fe80::1]:29501", None, ("fe80::1", 29501)),
+    ],
+)
+def test_the_address_may_have_a_port(address: str, port: int, place: tuple[str, int]) -> None:
+    given = argparse.Namespace(
+        nnodes=2, node_rank=1, master_addr=address, master_port=port, wait=60
+    )
+    found = check.party_of(given)
+    assert found is not None
+    assert (found.address, found.port) == place
 
 
 def test_options_beside_torchrun_are_refused(
@@ -172,7 +211,7 @@ def test_torchrun_has_said_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check"]) == cli.OK
     said = capsys.readouterr().out
-    assert said.startswith("Nothing stops a training")
+    assert said.startswith("Ready to train")
     assert "Only this machine was checked. Start one line on each of two machines:" in said
     assert said.count("lightning-gc check --nnodes 2 --node-rank") == 2
 
@@ -216,10 +255,20 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_program_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[tuple[Any, threading.Thread]] = []
+    ended: list[int] = []
+    monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
+    monkeypatch.setattr("os._exit", ended.append)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         said = problem(party(port), monkeypatch)
+        ((end, thread),) = at_exit
+        end(thread)  # torch still waits in it: Python must not unwind it
+        assert ended == [1]
     assert said.startswith("Another program than lightning-gc check answers at 127.0.0.1")
+    thread.join(60)
+    end(thread)
+    assert ended == [1]
 
 
 def test_a_taken_port_and_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +297,11 @@ def test_a_machine_that_does_not_come() -> None:
         first = party(held.getsockname()[1], number=0)
         with pytest.raises(NotMet, match=rf"Machine 1 has not come.* port {first.port} of machine"):
             first.gather(first.store(print), "place", {}, print)
+
+
+def test_a_machine_that_stops_after_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotMet, match="Machine 1 has come, but does not go on"):
+        Party(0, 2, "127.0.0.1", 29400, True, 0.0).gather(HashStore(), "facts", {}, print)
 
 
 def test_a_machine_that_is_missing_is_named_again(monkeypatch: pytest.MonkeyPatch) -> None:
