@@ -190,8 +190,8 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         owner = type(self).__name__
         fields, unknown = parted(RoundPlan, rounds)
         plan = RoundPlan(owner=owner, **fields)
-        _refuse_unknown(type(self), unknown)
         refuse_auto(owner, compressor, controller, WITH_LOCAL_STEPS)
+        _refuse_unknown(type(self), unknown)
         if isinstance(plan.every, Budget):
             raise ValueError(
                 f"{owner}(every={plan.every!r}): only the loop can say when a batch begins; give "

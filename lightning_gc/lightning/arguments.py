@@ -19,9 +19,6 @@ from lightning_gc.core.settings import parameters_of, unknown_argument
 from lightning_gc.exchange.bucketing import RECORDED, WRITTEN, cap_on_cuda, caps, layout
 from lightning_gc.lightning.api import StrategyAPI
 
-ELSEWHERE = {"error_feedback": "; memory=NoMemory() turns it off, memory=ErrorFeedback() on"}
-"""``elsewhere`` of strategies; see ``Settings``."""
-
 _HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 

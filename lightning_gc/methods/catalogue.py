@@ -307,7 +307,13 @@ class Start(NamedTuple):
 _NOTHING, _RARELY, _RATE = "nothing", "rarely anything", "the learning rate"
 _BETAS = f"{_RATE}; with Adam set `betas=(0.0, 0.999)`"
 START = (
-    Start("auto", "it to choose, by your link", '`"auto"`', "1 to 1/8", _NOTHING),
+    Start(
+        "auto",
+        "it to choose, by your link",
+        '`strategy="compressed_ddp_auto"`',
+        "1 to 1/8",
+        _NOTHING,
+    ),
     Start("cast", "the safest choice", '`Cast("bfloat16")`', "1/2", _NOTHING),
     Start("qsgd", "a real gain with your hyper-parameters", "`QSGD(bits=4)`", "1/8", _RARELY),
     Start("topk", "the least traffic", "`TopK(0.01)`", "1/35 to 1/70", _BETAS),
