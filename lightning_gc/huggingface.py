@@ -18,7 +18,7 @@ except ImportError as error:
     ) from error
 
 from lightning_gc.attachment.attached import Attached
-from lightning_gc.attachment.plain_torch import attach
+from lightning_gc.attachment.plain_torch import attach, refuse_unknown
 from lightning_gc.transports.base import all_reduce_bytes
 
 
@@ -52,6 +52,7 @@ class CompressedGradients(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, *settings: Any, **options: Any) -> None:
+        refuse_unknown("CompressedGradients", options)
         self.trainer, self.settings, self.options = trainer, settings, options
         self.handle: Attached | None = None
         self._sent = self._dense = self._first = 0

@@ -22,7 +22,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.automatic import IN_FSDP, permitted, refuse_auto
-from lightning_gc.exchange.validation import check_timeout, make_controller
+from lightning_gc.exchange.validation import ELSEWHERE, check_timeout, make_controller
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -148,7 +148,7 @@ def attach(
     """
     weights, weights_controller = fsdp.get("weights"), fsdp.get("weights_controller")
     hops, workers_per_node = fsdp.get("hops", 1), fsdp.get("workers_per_node")
-    _refuse_unknown(fsdp)
+    refuse_unknown("attach", fsdp)
     if compressor is None:
         raise ValueError("attach needs a compressor; write attach(module, QSGD(4)).")
     check_timeout("attach", timeout)
@@ -278,11 +278,14 @@ def _refuse_replica_arguments(**given: object) -> None:
             )
 
 
-def _refuse_unknown(given: Mapping[str, object]) -> None:
-    """Raise ValueError for an argument that ``attach`` does not take."""
-    known = [*inspect.signature(attach).parameters, *FSDPArguments.__annotations__]
-    for name in given.keys() - FSDPArguments.__annotations__.keys():
-        raise ValueError(f"attach({name}=...): unknown argument{did_you_mean(name, known)}.")
+def refuse_unknown(owner: str, given: Mapping[str, object]) -> None:
+    """Raise ValueError for an argument that ``attach``, or one that calls it, does not take."""
+    *named, _ = inspect.signature(attach).parameters
+    known = [*named, *FSDPArguments.__annotations__]
+    for name in given:
+        if name not in known:
+            instead = ELSEWHERE.get(name) or did_you_mean(name, known)
+            raise ValueError(f"{owner}({name}=...): unknown argument{instead}.")
 
 
 def _refuse_fsdp_arguments(given: FSDPArguments) -> None:

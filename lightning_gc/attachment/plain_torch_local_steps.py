@@ -196,8 +196,8 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         check_timeout(owner, timeout)
         fields, unknown = parted(RoundPlan, rounds)
         plan = RoundPlan(owner=owner, **fields)
-        _refuse_unknown(type(self), unknown)
         refuse_auto(owner, compressor, controller, WITH_LOCAL_STEPS)
+        _refuse_unknown(type(self), unknown)
         if isinstance(plan.every, Budget):
             raise ValueError(
                 f"{owner}(every={plan.every}): only the loop can say when a batch begins; give "

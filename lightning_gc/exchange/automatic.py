@@ -21,8 +21,12 @@ from lightning_gc.core.registry import closest
 from lightning_gc.exchange.validation import make_controller
 from lightning_gc.memories import ErrorFeedback, Memory, NoMemory
 
-AUTO = "auto"
-"""As the compressor: the menu that the controller ``Auto`` permits."""
+AUTO: dict[str, str | None] = {
+    "auto": None,
+    "auto_rounding": "rounding",
+    "auto_feedback": "feedback",
+}
+"""Word as the compressor -> what the controller ``Auto`` permits; None: what its own field says."""
 IN_FSDP = (
     "FSDP2 exchanges within its own passes, where nothing can be weighed; name a method, such as "
     "'qsgd', or use HSDP, whose exchange between replicas can be chosen"
@@ -68,37 +72,51 @@ def permitted(
 
     Args:
         owner: the class or function with these arguments, for error messages.
-        compressor: as given; ``"auto"`` becomes a menu.
+        compressor: as given; ``"auto"`` becomes a menu, and so do the other words of ``AUTO``.
         memory: as given; None becomes the menu's, where it is one of ours.
         controller: as given; None becomes ``Auto()`` for ``"auto"``.
 
     Raises:
         ValueError: ``"auto"`` with another controller than ``Auto``; an ``Auto`` that permits
-            something else than the compressor that is given.
+            something else than the compressor that is given; a controller as the compressor.
     """
+    if isinstance(compressor, Controller):
+        first = "'auto'" if isinstance(compressor, Auto) else "..."
+        raise ValueError(
+            f"{owner}({compressor}): that is a controller; write "
+            f"{owner}({first}, controller={compressor})."
+        )
     if controller is not None:
         controller = make_controller(controller, owner)
-    if compressor != AUTO:
-        if isinstance(compressor, str) and closest(compressor, [*COMPRESSORS, AUTO]) == AUTO:
-            raise ValueError(f"{compressor!r} is not a compressor (did you mean {AUTO!r}?).")
+    if not isinstance(compressor, str) or compressor not in AUTO:
+        close = closest(compressor, [*COMPRESSORS, *AUTO]) if isinstance(compressor, str) else None
+        if close in AUTO:
+            raise ValueError(f"{compressor!r} is not a compressor (did you mean {close!r}?).")
         if isinstance(controller, Auto) and isinstance(compressor, Menu):
-            if controller.allow not in ("rounding", compressor):
-                raise ValueError(
-                    f"{owner}(compressor={compressor!r}, controller={controller!r}): the menu is "
-                    f'what is permitted; give compressor="auto", or leave allow out.'
-                )
-            controller = replace(controller, allow=compressor)
+            controller = _permitting(compressor, owner, compressor, controller)
         return compressor, memory, controller
     controller = controller or Auto()
     if not isinstance(controller, Auto):
         raise ValueError(
-            f'{owner}(compressor="auto", controller={controller!r}): the controller of "auto" is '
-            f"Auto, such as controller=Auto(allow='feedback'); leave it out, or give a compressor."
+            f'{owner}(compressor="{compressor}", controller={controller!r}): the controller of '
+            f"\"auto\" is Auto, such as controller=Auto(allow='feedback'); leave it out, or give a "
+            f"compressor."
         )
+    controller = _permitting(AUTO[compressor] or controller.allow, owner, compressor, controller)
     if isinstance(controller.allow, Menu):
         return controller.allow, memory, controller
     menu, usual = menu_of(controller.allow)
     return menu, usual if memory is None else memory, controller
+
+
+def _permitting(allow: Menu | str, owner: str, compressor: object, controller: Auto) -> Auto:
+    """Return the controller with this ``allow``; refuse one that was given another."""
+    if controller.allow not in ("rounding", allow):
+        raise ValueError(
+            f"{owner}(compressor={compressor!r}, controller={controller!r}): the compressor says "
+            f'what is permitted; give compressor="auto", or leave allow out.'
+        )
+    return replace(controller, allow=allow)
 
 
 def refuse_auto(owner: str, compressor: object, controller: object, why: str) -> None:
@@ -106,9 +124,10 @@ def refuse_auto(owner: str, compressor: object, controller: object, why: str) ->
 
     Args:
         owner: the class or function with these arguments.
-        compressor: as given.
+        compressor: as given, a word of ``AUTO`` or another.
         controller: as given.
         why: the reason, and what to take.
     """
-    if compressor == AUTO or isinstance(controller, Auto) or controller == AUTO:
+    word = isinstance(compressor, str) and compressor in AUTO
+    if word or isinstance(controller, Auto) or controller == "auto":
         raise ValueError(f'{owner}: "auto" cannot choose here, since {why}.')

@@ -27,6 +27,11 @@ from lightning_gc.core.registry import make, subclasses
 from lightning_gc.memories import Memory
 from lightning_gc.transports.distributed import Distributed, gather_text
 
+ELSEWHERE = {
+    "error_feedback": "; memory=NoMemory() turns it off, memory=ErrorFeedback() on",
+    "allow": '; give compressor="auto_feedback", or controller=Auto(allow=...)',
+}
+"""``elsewhere`` of strategies, and of ``attach``; see ``CheckedCalls``."""
 _SAME_ARGUMENTS = "All workers need the same configuration; give them the same arguments."
 _SAME_MODEL = (
     "All workers need the same parameters and buffers, in the same order, dtypes and shapes, and "

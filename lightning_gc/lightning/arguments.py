@@ -20,9 +20,6 @@ from lightning_gc.exchange.bucketing import RECORDED, WRITTEN, cap_on_cuda, caps
 from lightning_gc.exchange.validation import check_timeout
 from lightning_gc.lightning.api import StrategyAPI
 
-ELSEWHERE = {"error_feedback": "; memory=NoMemory() turns it off, memory=ErrorFeedback() on"}
-"""``elsewhere`` of strategies; see ``Settings``."""
-
 _HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 

@@ -23,13 +23,17 @@ from lightning_gc.engine import Engine
 from lightning_gc.exchange import Configuration, Workers, configure
 from lightning_gc.exchange.automatic import permitted, refuse_auto
 from lightning_gc.exchange.peers import Parts
-from lightning_gc.exchange.validation import check_controller, check_optimizers, refuse_lazy
+from lightning_gc.exchange.validation import (
+    ELSEWHERE,
+    check_controller,
+    check_optimizers,
+    refuse_lazy,
+)
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import learning_rates_of
 from lightning_gc.flavours import EitherLightning, package_of
 from lightning_gc.lightning import workarounds
 from lightning_gc.lightning.api import StrategyAPI
-from lightning_gc.lightning.arguments import ELSEWHERE
 from lightning_gc.lightning.progress import metrics_due, moment_of
 from lightning_gc.lightning.workarounds import (
     Joining,

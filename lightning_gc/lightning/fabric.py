@@ -21,12 +21,16 @@ from lightning_gc.controllers import Controller
 from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.automatic import permitted
-from lightning_gc.exchange.validation import check_agreement, check_controller, refuse_lazy
+from lightning_gc.exchange.validation import (
+    ELSEWHERE,
+    check_agreement,
+    check_controller,
+    refuse_lazy,
+)
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import model_in_words
 from lightning_gc.flavours import FABRICS, EitherLightning, package_of
 from lightning_gc.lightning.arguments import (
-    ELSEWHERE,
     bucket_size,
     refuse_other_hooks,
     refuse_unknown,

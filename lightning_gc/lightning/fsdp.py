@@ -17,7 +17,8 @@ from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.exchange import Configuration
 from lightning_gc.exchange.automatic import IN_FSDP, refuse_auto
-from lightning_gc.lightning.arguments import ELSEWHERE, changed, refuse_unknown
+from lightning_gc.exchange.validation import ELSEWHERE
+from lightning_gc.lightning.arguments import changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
 from lightning_gc.sharded.shard_validation import (
@@ -148,9 +149,9 @@ class CompressedFSDP(ShardedStrategy):
         **model_parallel_kwargs: Any,
     ) -> None:
         given: Compressor | str = Identity() if gradients is None else gradients
+        refuse_auto(_OWNER, gradients, controller, IN_FSDP)
         refuse_unknown(type(self), given, model_parallel_kwargs)
         refuse_settings(_OWNER, "FSDP", changed(type(self), model_parallel_kwargs))
-        refuse_auto(_OWNER, gradients, controller, IN_FSDP)
         check_legs(_OWNER, gradients, weights, hops, workers_per_node)
         self.hops, self.workers_per_node = hops, workers_per_node
         scheme = ReduceScatter(workers_per_node or 1)

@@ -74,7 +74,7 @@ def register(registry: Any, **strategies: type) -> None:
 def _entries() -> Iterator[tuple[str, str, bool, str, dict[str, Any]]]:
     """Yield kind, name, whether it is listed, what it is, and arguments, of every name."""
     for kind, (what, default, variants) in _KINDS.items():
-        for method in (None, *((AUTO,) if kind != "fsdp" else ()), *COMPRESSORS):
+        for method in (None, *(AUTO if kind != "fsdp" else ()), *COMPRESSORS):
             for variant, arguments in variants.items():
                 name = "_".join(filter(None, ("compressed", kind, method))) + variant
                 listed = not variant and (kind == "ddp" or method is None)

@@ -200,10 +200,8 @@ def test_the_readme_begins_with_the_same_methods() -> None:
         if row.name in COMPRESSORS:
             assert written.startswith(f"{COMPRESSORS[row.name].__name__}(")
         else:
-            assert written in (
-                'strategy="compressed_ddp_auto"',
-                "LocalStepsStrategy(QSGD(bits=4), every=8)",
-            )
+            others = 'strategy="compressed_ddp_auto"', "LocalStepsStrategy(QSGD(bits=4), every=8)"
+            assert written in others
 
 
 def test_there_are_tables() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,9 +25,11 @@ from lightning_gc import (
     NoMemory,
     SimulatedDDPStrategy,
     SimulatedLocalStepsStrategy,
+    attach,
 )
 from lightning_gc.controllers import Accordion, Auto
 from lightning_gc.exchange.automatic import menu_of
+from lightning_gc.huggingface import CompressedGradients
 from lightning_gc.memories import Memory
 
 OWN = Menu({"four": QSGD(4), "cast": Cast()})
@@ -60,6 +63,39 @@ def test_with_feedback_errors_are_kept() -> None:
     assert set(menu_of("rounding")[0].names) < set(menu.names)
     assert {"PowerSGD(2)", "TopK(0.01)", "ChunkedTopK and BinMeans"} < set(menu.names)
     assert memory == ErrorFeedback()
+
+
+@pytest.mark.parametrize("word", ["rounding", "feedback"])
+def test_what_is_permitted_can_be_part_of_the_word(word: str) -> None:
+    registry: Any = StrategyRegistry
+    asked = parts(CompressedDDPStrategy("auto", controller=Auto(word)))
+    for strategy in (
+        CompressedDDPStrategy(f"auto_{word}"),
+        CompressedFabricStrategy(f"auto_{word}"),
+        SimulatedDDPStrategy(f"auto_{word}", workers=2),
+        registry.get(f"compressed_ddp_auto_{word}"),
+        registry.get(f"compressed_hsdp_auto_{word}"),
+        registry.get(f"compressed_ddp_auto_{word}_find_unused_parameters_true"),
+    ):
+        assert parts(strategy) == asked
+    told = parts(CompressedDDPStrategy(f"auto_{word}", controller=Auto(every=8)))
+    assert told[2] == Auto(word, every=8)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        CompressedDDPStrategy,
+        CompressedHSDPStrategy,
+        CompressedFabricStrategy,
+        partial(SimulatedDDPStrategy, workers=2),
+        partial(CompressedGradients, None),
+        lambda *given, **named: attach(nn.Linear(2, 2), *given, **named),
+    ],
+)
+def test_allow_is_refused_with_what_to_write(make: Any) -> None:
+    with pytest.raises(ValueError, match=r'give compressor="auto_feedback", or controller=Auto\('):
+        make("auto", allow="feedback")
 
 
 def test_a_menu_of_ones_own_in_either_place() -> None:
@@ -108,6 +144,14 @@ def test_by_name(kind: str) -> None:
         ),
         (lambda: CompressedDDPStrategy("topk", controller=Auto()), "compressors of a Menu"),
         (lambda: CompressedDDPStrategy(OWN, controller=Auto("feedback")), "leave allow out"),
+        (lambda: CompressedDDPStrategy("auto_rounding", controller=Auto(OWN)), "leave allow out"),
+        (lambda: CompressedDDPStrategy("auto_feedbak"), "did you mean 'auto_feedback'"),
+        (lambda: CompressedDDPStrategy("feedback"), "did you mean 'auto_feedback'"),
+        (lambda: LocalStepsStrategy("auto_feedback"), "local steps save time by H"),
+        (
+            lambda: CompressedDDPStrategy(Auto("feedback")),  # type: ignore[arg-type]
+            r"a controller; write CompressedDDPStrategy\('auto', controller=Auto\(allow='feedback'",
+        ),
         (lambda: Auto("rouding"), "give 'rounding', 'feedback', or a Menu"),
         (lambda: CompressedDDPStrategy("auto", controller=Auto(7)), "or a Menu"),
         (lambda: Auto(["rounding"]), r"Auto\(allow=\['rounding'\]\): give 'rounding'"),
