@@ -45,7 +45,7 @@ class Segments:
 
     @functools.cached_property
     def pieces(self) -> Tensor:
-        """Parameter, first element and end of each piece, ``(3, m)`` int32, on the device."""
+        """Parameter, first element and end of each piece, ``(3, m)``, on the device."""
         return pieces_of(self.spans, self.device)
 
     def elementwise(self, flags: Tensor) -> Tensor:
@@ -67,14 +67,24 @@ def pieces_of(spans: Sequence[slice], device: torch.device, size: int = PIECE) -
     """Cut spans into pieces of at most ``size`` elements.
 
     Returns:
-        Index of the span, first element and end of each piece, ``(3, m)`` int32 on ``device``.
+        Index of the span, first element and end of each piece, ``(3, m)`` as ``columns_of`` has it.
     """
     rows = [
         (index, start, min(start + size, span.stop))
         for index, span in enumerate(spans)
         for start in range(span.start, span.stop, size)
     ]
-    return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 3).t().contiguous()
+    return columns_of(rows, 3, device)
+
+
+def columns_of(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:
+    """Return a table of places for kernels, ``(width, m)``: a column for each row.
+
+    Kernels of a GPU read int32, since they take fewer than 2^30 elements. Kernels of the host take
+    any number, and read int64.
+    """
+    dtype = torch.int64 if device.type == "cpu" else torch.int32
+    return torch.tensor(rows, dtype=dtype, device=device).view(-1, width).t().contiguous()
 
 
 class Workspace:

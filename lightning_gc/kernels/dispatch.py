@@ -36,7 +36,7 @@ from torch import Tensor
 from lightning_gc.core.notices import say, waiting
 
 _log = logging.getLogger(__name__)
-MAX_NUMEL = 1 << 30  # kernels count in int32
+MAX_NUMEL = 1 << 30  # Triton's kernels count in int32, and numba's in int64
 ROUNDED = frozenset({"low_rank"})
 """Families whose kernels equal torch's operations up to rounding."""
 _SOURCES = Path(__file__).with_name("host")

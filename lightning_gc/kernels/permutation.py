@@ -30,7 +30,7 @@ def first(numel: int, k: int, key: int | Tensor, device: torch.device, *, step: 
     """Return k distinct positions below ``numel``, ``(k,)`` int64. The host does not wait.
 
     Args:
-        numel: n, at least k and below 2³¹.
+        numel: n, at least k and below 2⁴⁷.
         k: how many.
         key: decides the permutation, with ``step``; a number of 64 bits, or a tensor of one int64.
         device: of the result.
@@ -39,15 +39,7 @@ def first(numel: int, k: int, key: int | Tensor, device: torch.device, *, step: 
     Example:
         >>> first(10, 3, 7, torch.device("cpu")).unique().numel()
         3
-
-    Raises:
-        ValueError: there are more positions than a message can name.
     """
-    if numel >= 1 << 31:
-        raise ValueError(
-            f"{numel} elements: random positions are numbers below 2**31; split the "
-            f"parameter, or take a method without random positions, such as QSGD(4)"
-        )
     x = torch.arange(k, device=device)
     if isinstance(key, Tensor):
         words: list[int] | Tensor = word(key.view(1), step, torch.arange(3 * ROUNDS, device=device))
@@ -61,7 +53,9 @@ def first(numel: int, k: int, key: int | Tensor, device: torch.device, *, step: 
         moved = high + ((((low ^ two) * (one | 1) & _LOW) * a) >> 32)
         moved = torch.where(moved >= a, moved - a, moved)
         turned = low ^ (((moved ^ one) * (two | 1) & _LOW) >> (32 - t))
-        x = torch.where(high < a, (moved << t) | turned, x) + ((three * numel) >> 32)
+        x = torch.where(high < a, (moved << t) | turned, x)
+        # Not three * numel: above 2^31 elements that is more than int64 holds.
+        x = x + ((three * (numel >> 16) + (three * (numel & 0xFFFF) >> 16)) >> 16)
         x = torch.where(x >= numel, x - numel, x)
     return x
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.core.segments import PIECE, Pending, Segments, Workspace
+from lightning_gc.core.segments import PIECE, Pending, Segments, Workspace, columns_of
 from lightning_gc.kernels.dispatch import compiled, family, fused
 
 Move = Literal["copy", "take", "add"]
@@ -139,7 +139,7 @@ def clean(flat: Tensor) -> None:
 
 
 def table_of(places: Sequence[tuple[int, int, int, int]], device: torch.device) -> Tensor:
-    """Return a table of pieces, ``(4, m)`` int32 on ``device``, for kernels of whole buckets.
+    """Return a table of pieces, ``(4, m)`` on ``device``, for kernels of whole buckets.
 
     Args:
         places: of each parameter, its index among the bucket's that are not empty, its first
@@ -155,7 +155,7 @@ def table_of(places: Sequence[tuple[int, int, int, int]], device: torch.device) 
         for index, begin, end, place in places
         for start in range(begin, end, PIECE)
     ]
-    return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 4).t().contiguous()
+    return columns_of(rows, 4, device)
 
 
 def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None:

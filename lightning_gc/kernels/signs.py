@@ -13,6 +13,7 @@ So no sum exceeds the largest magnitude, and a mean of large numbers is finite.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -23,7 +24,6 @@ from torch.nn.functional import pad
 
 from lightning_gc.core.segments import PIECE
 from lightning_gc.kernels import permutation
-from lightning_gc.kernels.dispatch import MAX_NUMEL
 from lightning_gc.kernels.shards import Layout, ShardTable
 
 Levels = Literal["magnitude", "means", "votes"]
@@ -93,7 +93,7 @@ class SignTable(ShardTable):
         device: torch.device,
         shards: int = 1,
     ) -> None:
-        layout = Layout(parts, 1, MAX_NUMEL, shards)  # a block is a whole part
+        layout = Layout(parts, 1, sys.maxsize, shards)  # a block is a whole part
         super().__init__(layout, layout.blocks * (2 if levels == "means" else 1))
         self.levels, self.device = levels, device
 

@@ -8,9 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
+from lightning_gc.core import Bucket, payload_validation
 from lightning_gc.core.elias_fano import coded_bytes, decode, encode, most_bytes
+from lightning_gc.core.segments import Pending, Segments, Workspace, pieces_of
 from lightning_gc.kernels import permutation
+from lightning_gc.kernels.segments import table_of
 
+LARGE = 3 * 2**31 + 7
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
@@ -79,14 +83,64 @@ def test_without_waiting_for_a_device() -> None:
 
 def test_more_elements_than_int32_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With int8 and 100 elements as the narrow count, 300 equal magnitudes would wrap."""
-    assert topk_selection._counts(2**31 - 1) == torch.int32
-    assert topk_selection._counts(2**31) == torch.int64
-    with pytest.raises(ValueError, match=r"2147483648 elements: .* below 2\*\*31; split"):
-        permutation.first(2**31, 3, 7, torch.device("cpu"))
+    assert sparse_codec.counts(2**31 - 1) == torch.int32
+    assert sparse_codec.counts(LARGE) == torch.int64
+    values = torch.zeros(1).expand(LARGE)
+    (number,) = sparse_codec.Encoded((values,), LARGE).number
+    assert number.tolist() == [LARGE]
     narrow = {True: torch.int8, False: torch.int64}
-    monkeypatch.setattr(topk_selection, "_counts", lambda numel: narrow[numel <= 100])
+    monkeypatch.setattr(topk_selection, "counts", lambda numel: narrow[numel <= 100])
     for numel in (100, 300):
         equal = torch.ones(numel)
         assert topk_selection.largest(equal, 5).tolist() == [0, 1, 2, 3, 4]
         rows = topk_selection.largest_of_rows(equal.view(1, -1), 5)
         assert rows.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("numel", [2**31 - 1, 2**31, LARGE, 2**46 + 12345])
+def test_positions_above_int32_are_drawn(numel: int) -> None:
+    """On a device the key is a tensor of int64, in which a product must not wrap."""
+    key = 7 << 40 | 5
+    drawn = permutation.first(numel, 3000, key, torch.device("cpu"), step=3)
+    assert drawn.unique().numel() == 3000
+    assert int(drawn.min()) >= 0
+    assert numel // 2 < int(drawn.max()) < numel
+    assert permutation.first(numel, 3000, torch.tensor(key), drawn.device, step=3).equal(drawn)
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "without waits"])
+def test_positions_above_int32_are_coded(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels count in int32: few elements of a large tensor are not theirs to decode."""
+    found = torch.tensor([0, 2**31 - 1, 2**31, LARGE - 1])
+    payload = torch.arange(4.0), sparse_codec.code(found, LARGE, torch.zeros(1))
+    assert payload[1].equal(encode(found, LARGE))
+    if not on_host:
+        monkeypatch.setattr(sparse_codec, "compiled", lambda tensor, family: False)
+        monkeypatch.setattr(sparse_codec, "fused", lambda tensor, family: True)
+        monkeypatch.setattr(payload_validation, "on_host", lambda tensor: False)
+    assert sparse_codec.places(payload, LARGE)[0].equal(found)
+
+
+def test_tables_of_kernels_name_places_above_int32() -> None:
+    device, end = torch.device("cpu"), 2**31 + 9
+    assert pieces_of([slice(2**31, end)], device).tolist() == [[0], [2**31], [end]]
+    table = table_of([(1, 2**31, end, LARGE)], device)
+    assert table.tolist() == [[1], [2**31], [end], [LARGE]]
+    signs = pytest.importorskip("lightning_gc.kernels.host.signs")
+    fields = signs.Table([("w", 0, 0, LARGE)], "magnitude", device).fields
+    assert fields == [(torch.uint8, -(-LARGE // 8)), (torch.float32, 1)]
+
+
+def test_a_mean_is_booked_above_int32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an owner's shard of a bucket that is too large for int32, the second rounding's loss."""
+    casts = pytest.importorskip("lightning_gc.kernels.host.casts")
+    segments, grad = Segments([(0, 8)], torch.device("cpu")), torch.zeros(8)
+    shards, tables = casts.Shards(segments, 8, 2), []
+    shards._rows[0] = shards._rows[0] + [LARGE, LARGE, 0, 0]
+    monkeypatch.setattr(
+        casts, "book", lambda buffer, mean, times, table, pending: tables.append(table)
+    )
+    work = Pending(segments, torch.ones(1), torch.zeros(1), Workspace(segments), grad=grad)
+    bucket = Bucket(grad, {"w": (8,)}, workers=2, pending=work)
+    shards.again([(torch.zeros(4, dtype=torch.bfloat16),)] * 2, grad.clone(), bucket)
+    assert tables[0].tolist() == [[0], [LARGE], [LARGE + 4], [0]]

@@ -32,10 +32,16 @@ from lightning_gc.core import (
     payload_validation,
 )
 from lightning_gc.kernels.accumulate import accumulate
-from lightning_gc.kernels.dispatch import compiled, family, fused
+from lightning_gc.kernels.dispatch import MAX_NUMEL, compiled, family, fused
 from lightning_gc.kernels.sparse import Selection
 
 Varies = Literal["no", "step", "worker"]
+_INT32 = torch.iinfo(torch.int32).max
+
+
+def counts(numel: int) -> torch.dtype:
+    """Return the type in which ``numel`` elements can be counted; int32 takes half the memory."""
+    return torch.int32 if numel <= _INT32 else torch.int64
 
 
 class SparseCodec(Codec):
@@ -119,7 +125,7 @@ class Counted(Protocol):
     """Chosen elements whose number is known, to the device if not to the host.
 
     Attributes:
-        number: the payload (number of elements,), int32.
+        number: the payload (number of elements,), int32; int64 if the bucket has more elements.
     """
 
     @property
@@ -133,9 +139,10 @@ class Counted(Protocol):
 
 
 class Encoded(NamedTuple):
-    """A payload that was encoded before the other workers' lengths were known."""
+    """A payload of ``numel`` elements, encoded before the other workers' lengths were known."""
 
     payload: Payload
+    numel: int
 
     @property
     def number(self) -> Payload:
@@ -143,7 +150,7 @@ class Encoded(NamedTuple):
         # From pinned memory, or the host would wait for a GPU.
         number = torch.tensor(
             [self.payload[0].numel()],
-            dtype=torch.int32,
+            dtype=counts(self.numel),
             device="cpu",
             pin_memory=device.type == "cuda",
         )
@@ -192,12 +199,12 @@ class JointSelection(JointCodec, WholeSelection):
 
     def count(self, buffer: Tensor, bucket: Bucket) -> Counted:
         """Choose the elements, and return their number; they may still be in ``buffer``."""
-        return Encoded(self.send(buffer, bucket))
+        return Encoded(self.send(buffer, bucket), buffer.numel())
 
     def receive_counted(
         self, payloads: Sequence[Payload], counts: Tensor | None, out: Tensor, bucket: Bucket
     ) -> None:
-        """Do as ``receive_all``; ``counts`` are all numbers of elements, ``(W,)`` int32."""
+        """Do as ``receive_all``; ``counts`` are all numbers of elements, ``(W,)``."""
         self.receive_all(payloads, out, bucket)
 
     def _read(self, counts: Tensor, bucket: Bucket) -> list[int]:
@@ -412,7 +419,8 @@ def places(payload: Payload, numel: int) -> tuple[Tensor, Tensor]:
         positions = sparse.places(coded, chosen, numel)
         if positions is not None:
             return positions, values
-    if chosen and fused(values, "sparse") and not payload_validation.on_host(values):
+    on_gpu = chosen and numel < MAX_NUMEL and not payload_validation.on_host(values)
+    if on_gpu and fused(values, "sparse"):
         from lightning_gc.kernels.gpu import positions as gpu
 
         elias_fano.check_count(chosen, numel)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Compressor, Contraction, Knob, Traits, Waits
-from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
+from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, counts
 from lightning_gc.core import Bucket, Range, payload_validation
 from lightning_gc.kernels.sparse import CORRECTIONS, FACTOR
 
-_INT32 = torch.iinfo(torch.int32).max
 _SMALL = 1 << 14  # up to this many elements torch finds the largest faster than a sample is drawn
 _PIECE = 1 << 16  # elements: 256 KB, so that a piece and what is made of it stay in the cache
 _HITS = 64, 256  # elements of a sample that are expected to be among the k largest: least, most
@@ -88,7 +87,7 @@ def largest_of_rows(rows: Tensor, k: int) -> Tensor:
     bits = magnitude_bits(rows)
     limits = torch.topk(bits, k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
     above, equal = bits > limits, bits == limits
-    first = equal.cumsum(1, dtype=_counts(rows.shape[1])) <= k - above.sum(dim=1, keepdim=True)
+    first = equal.cumsum(1, dtype=counts(rows.shape[1])) <= k - above.sum(dim=1, keepdim=True)
     return _places(torch.logical_or(above, equal & first).view(-1), rows.shape[0] * k)
 
 
@@ -96,14 +95,9 @@ def _places(chosen: Tensor, count: int) -> Tensor:
     """Return the ascending positions of ``count`` set elements, without waits."""
     if payload_validation.on_host(chosen):
         return chosen.nonzero().view(-1)
-    kind = _counts(chosen.numel())
+    kind = counts(chosen.numel())
     order = torch.arange(1, count + 1, dtype=kind, device=chosen.device)
     return torch.searchsorted(chosen.cumsum(0, dtype=kind), order)
-
-
-def _counts(numel: int) -> torch.dtype:
-    """Return the type in which ``numel`` elements can be counted; int32 takes half the memory."""
-    return torch.int32 if numel <= _INT32 else torch.int64
 
 
 def best(buffer: Tensor, found: Tensor, k: int) -> Tensor:
@@ -120,7 +114,7 @@ def _first_of_largest(bits: Tensor, k: int) -> Tensor:
     else:
         limit = torch.topk(bits, k, sorted=False).values.amin()
     above, equal = bits > limit, bits == limit
-    first = equal.cumsum(0, dtype=_counts(bits.numel())) <= k - above.sum()
+    first = equal.cumsum(0, dtype=counts(bits.numel())) <= k - above.sum()
     return torch.logical_or(above, equal & first)
 
 

@@ -117,7 +117,7 @@ class Shards:
         packed[0].copy_(round_to_bfloat16(mean))
         pending.end(packed)
         if pending.grad is not None:
-            table = np.ascontiguousarray(rows[:, [3, 0, 1, 2]].T, np.int32)
+            table = np.ascontiguousarray(rows[:, [3, 0, 1, 2]].T)
             book(buffer, mean, len(self.spans), torch.from_numpy(table), pending)
         return packed.first(1)
 
