@@ -21,7 +21,7 @@ import dated_page
 import torch
 
 import lightning_gc as gc
-from lightning_gc.advice.what_if import MODELS
+from lightning_gc.advice.description import MODELS
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.exchange.bucketing import DEFAULT_CAPS, layout
 from lightning_gc.methods.text_table import markdown

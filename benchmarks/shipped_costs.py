@@ -31,9 +31,10 @@ from models import build
 
 import lightning_gc
 from lightning_gc.advice.costs import FEW, SEEN
+from lightning_gc.advice.description import gpt2
 from lightning_gc.advice.prediction import METHODS, WHOLE
 from lightning_gc.advice.traces import Shapes, Trace, trace
-from lightning_gc.advice.what_if import WhatIf, gpt2
+from lightning_gc.advice.what_if import WhatIf
 from lightning_gc.compressors import Identity
 from lightning_gc.methods.method import parse_method
 from lightning_gc.methods.text_table import markdown

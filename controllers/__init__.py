@@ -6,6 +6,8 @@ if __name__ == "controllers":
         "would exist twice."
     )
 
+from lightning_gc.core.registry import refuse_misspelt as _refuse_misspelt
+
 from .accordion import Accordion as Accordion
 from .adaqs import AdaQS as AdaQS
 from .auto import Auto as Auto
@@ -69,3 +71,4 @@ __all__ = [
     "TotalErrorBudget",
     "Weighed",
 ]
+_refuse_misspelt(globals())

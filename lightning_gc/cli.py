@@ -3,16 +3,20 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_gc import __version__
+from lightning_gc.core.registry import did_you_mean
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+LISTED = ("start", "compressors", "memories", "schemes", "controllers", "waits", "wire")
+"""What ``list`` shows: "start", then ``catalogue.FAMILIES``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,13 +25,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after the program's name; by default this process's ``sys.argv[1:]``.
     """
-    parser = _parser()
-    if not (sys.argv[1:] if argv is None else argv):
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser, commands = _parser()
+    if not words:
         parser.print_help(sys.stderr)
         return USAGE
-    options, rest = parser.parse_known_args(argv)
+    if words[0] == "help":
+        words = [*words[1:2], "--help"]
+    if not words[0].startswith("-") and words[0] not in commands:
+        meant = did_you_mean(words[0], commands)
+        parser.error(f"{words[0]!r} is not a command{meant}. See lightning-gc --help.")
+    options, rest = parser.parse_known_args(words)
     if rest and options.run is not _fit:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        known = re.findall(r"--[a-z-]+", options.parser.format_help())
+        meant = did_you_mean(rest[0].partition("=")[0], known) if rest[0].startswith("--") else ""
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
     options.rest = rest
     # Models and plug-ins are in the user's folder, as for `python -m`.
     sys.path.insert(0, os.getcwd())
@@ -68,7 +80,8 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser, and the parser of each command."""
     epilog = "Exit codes: 0 done, 1 failed, 2 invalid request, 130 Ctrl-C."
     parser = argparse.ArgumentParser(
         prog="lightning-gc",
@@ -81,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     def command(run: Callable[[argparse.Namespace], int], short: str, long: str) -> Any:
         name = run.__name__.removeprefix("_")
         made = commands.add_parser(name, help=short, description=long, epilog=epilog)
-        made.set_defaults(run=run)
+        made.set_defaults(run=run, parser=made)
         return made
 
     storage = "path of a journal file, or a database URL such as postgresql://user@host/name"
@@ -138,9 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         "List the registered classes, one line each, beginning with what to try first. "
         "Bounds and bits per element are for the default instance and a 512 x 512 matrix.",
     ).add_argument
-    families = (
-        "start, compressors, memories, schemes, controllers, waits, wire (default: the first five)"
-    )
+    families = f"{', '.join(LISTED)} (default: the first five)"
     add("families", nargs="*", metavar="FAMILY", help=families)
     add("--wide", action="store_true", help="tables of all declarations, also the ranges to tune")
     add("--markdown", action="store_true", help="tables in Markdown, as in the documentation")
@@ -162,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
         "(default: %(default)s)"
     )
     add("--roll", type=Path, default=Path("roll.jsonl"), metavar="FILE", help=roll)
-    return parser
+    return parser, commands.choices
 
 
 def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], methods: str) -> None:
@@ -239,6 +250,9 @@ def _add_check(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
+    from lightning_gc.methods.sections import read_known
+
+    read_known(options.config, ("model", "tune"))  # before torch is imported, as in all commands
     from lightning_gc.methods.lightning_flavour import quiet_libraries
     from lightning_gc.tuning import Method, tune
     from lightning_gc.tuning.comparison import Progress
@@ -273,6 +287,11 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    if "://" not in options.storage and not Path(options.storage).is_file():
+        # A journal that is missing would be made.
+        raise ValueError(
+            f"The journal {options.storage} does not exist. lightning-gc tune makes one."
+        )
     from lightning_gc.methods.lightning_flavour import quiet_libraries
     from lightning_gc.tuning.report import find_studies, results_text, write
 
@@ -291,6 +310,9 @@ def _width() -> int:
 
 
 def _fit(options: argparse.Namespace) -> int:
+    from lightning_gc.methods.sections import read_sections
+
+    read_sections(options.config)
     from lightning_gc.methods.yaml_config import fit, read_any
 
     read_any(options.config)
@@ -314,6 +336,9 @@ def _schema(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    from lightning_gc.methods.sections import read_known
+
+    read_known(options.config, ("model",))
     from lightning_gc.bench.benchmark import bench
 
     bench(options)
@@ -322,17 +347,23 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _advise(options: argparse.Namespace) -> int:
     if options.config is None:
+        from lightning_gc.advice.description import described
+
+        case = described(options)
         from lightning_gc.advice import what_if
 
-        what_if.run(options)
+        what_if.run(case, options.model)
         return OK
-    described = {"--params": options.params, "--model": options.model, "--step-ms": options.step_ms}
-    described |= {"--latency-us": options.latency_us, "--gpu": options.gpu or None}
-    for name, value in described.items():
+    given = {"--params": options.params, "--model": options.model, "--step-ms": options.step_ms}
+    given |= {"--latency-us": options.latency_us, "--gpu": options.gpu or None}
+    for name, value in given.items():
         if value is not None:
             raise ValueError(
                 f"{name} describes a training without a file. Leave out one of the two."
             )
+    from lightning_gc.methods.sections import read_known
+
+    read_known(options.config, ("model",))
     from lightning_gc.advice.advising import run
 
     run(options)
@@ -340,14 +371,15 @@ def _advise(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    from lightning_gc.advice.meeting import party_of
+
+    party = party_of(options)
     from lightning_gc.advice.check import check
 
-    return OK if check(options) else FAILED
+    return OK if check(party) else FAILED
 
 
 def _rendezvous(options: argparse.Namespace) -> int:
-    from lightning_gc.local_steps.rendezvous import serve
-
     secret = None
     if options.secret_file is not None:
         try:
@@ -359,6 +391,8 @@ def _rendezvous(options: argparse.Namespace) -> int:
             ) from error
         if not secret:
             raise ValueError(f"{options.secret_file} is empty. Write a long random text into it.")
+
+    from lightning_gc.local_steps.rendezvous import serve
 
     def began(port: int) -> None:
         sys.stdout.write(
@@ -377,12 +411,12 @@ def _rendezvous(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
+    for family in options.families:
+        if family not in LISTED:
+            meant = did_you_mean(family, LISTED)
+            raise ValueError(f"{family!r} is not a family{meant}. Choose from {', '.join(LISTED)}.")
     from lightning_gc.methods.catalogue import FAMILIES, markdown, plain
 
-    for family in options.families:
-        if family not in ("start", *FAMILIES):
-            names = ", ".join(("start", *FAMILIES))
-            raise ValueError(f"{family!r} is not a family. Choose from {names}.")
     width = max(_width(), 220 if options.wide else 0)
     short = [f for f in FAMILIES if options.wide or options.markdown or f not in ("waits", "wire")]
     all_columns = options.wide or options.markdown

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import os
 import platform
-import re
 import shutil
 import textwrap
 import time
@@ -24,6 +22,7 @@ from lightning_gc.advice.alpha_beta import Link, probe, sustained
 from lightning_gc.advice.meeting import (
     FIRST,
     PORT,
+    TORCHRUN,
     Door,
     Facts,
     NotMet,
@@ -76,17 +75,15 @@ ROWS = (
 )
 """Facts that the page shows."""
 ANNOUNCED, WAY, OWN_NAME = "Gloo announces", "way to machine 0", "own name"
-_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
-def check(options: argparse.Namespace) -> bool:
+def check(party: Party | None) -> bool:
     """Run the command on one machine; return whether a training can start.
 
-    Raises:
-        ValueError: an invalid option.
+    Args:
+        party: as ``meeting.party_of`` returns it.
     """
-    party = party_of(options)
-    if _TORCHRUN in os.environ and os.environ["LOCAL_RANK"] != "0":
+    if TORCHRUN in os.environ and os.environ["LOCAL_RANK"] != "0":
         return True  # the machine's first process speaks for it
     if party is None:
         return alone()
@@ -98,62 +95,6 @@ def check(options: argparse.Namespace) -> bool:
     except dist.DistError as error:  # the store's
         print_line(page([Finding(f"Another machine has left. See its output. ({error})")], []))
         return False
-
-
-def party_of(options: argparse.Namespace) -> Party | None:
-    """Return this machine's place, from the options or from torchrun; None if it is alone.
-
-    Raises:
-        ValueError: options that do not fit together.
-    """
-    names = {"--nnodes": options.nnodes, "--node-rank": options.node_rank}
-    names["--master-addr"] = options.master_addr
-    given = [name for name, value in names.items() if value is not None]
-    if not 1 <= options.wait < float("inf"):
-        raise ValueError(f"--wait {options.wait:g}: give 1 second or more, such as 60.")
-    if _TORCHRUN in os.environ:
-        if given:
-            raise ValueError(f"{given[0]}: torchrun has said it. Give it to torchrun only.")
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        rank, machines = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // local
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        party = Party(rank // local, machines, *place, rank == 0 and not agents, options.wait)
-        return party if machines > 1 else None
-    if not given or options.nnodes == 1:
-        return None
-    missing = sorted(names.keys() - given)
-    if missing:
-        raise ValueError(f"{', '.join(given)} needs also {' and '.join(missing)}.")
-    number, machines = options.node_rank, options.nnodes
-    address, port = _place(options.master_addr, options.master_port)
-    if machines < 1:
-        raise ValueError(f"--nnodes {machines}: give the number of machines, such as 2.")
-    if not 0 <= number < machines:
-        raise ValueError(f"--node-rank {number}: give 0 to {machines - 1}, each on one machine.")
-    if not 0 < port < 1 << 16:
-        raise ValueError(f"--master-port {port}: a port is a number from 1 to 65535.")
-    return Party(number, machines, address, port, number == 0, options.wait)
-
-
-_WITH_PORT = re.compile(r"\[(?P<six>[^\]]*)\](?::(?P<its>.*))?|(?P<host>[^:]*):(?P<port>[^:]*)")
-
-
-def _place(address: str, port: int | None) -> tuple[str, int]:
-    """Return machine 0's address and port; the port may stand in the address, as for torchrun."""
-    found = _WITH_PORT.fullmatch(address)
-    if found is None:  # several colons without brackets are an address of IPv6
-        return address, PORT if port is None else port
-    host, written = found["six"] or found["host"], found["its"] or found["port"]
-    if not host or (written and not (written.isascii() and written.isdecimal())):
-        raise ValueError(f"--master-addr {address}: write an address, such as 10.0.0.1:{PORT}.")
-    if written is None:
-        return host, PORT if port is None else port
-    if port not in (None, int(written)):
-        raise ValueError(
-            f"--master-addr {address} and --master-port {port} name two ports. Give one of them."
-        )
-    return host, int(written)
 
 
 def alone() -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import os
+import re
 import secrets
 import socket
 import sys
@@ -14,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-
-from torch._C._distributed_c10d import Store, TCPStore
+from typing import TYPE_CHECKING
 
 from lightning_gc.core import notices
 from lightning_gc.transports.interfaces import (
@@ -24,6 +25,9 @@ from lightning_gc.transports.interfaces import (
     is_bindable,
     is_loopback,
 )
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 CONNECT = 4.0
 """Seconds in which a machine must answer: three tries of TCP. A blocked port never answers."""
@@ -76,6 +80,8 @@ class Party:
 
     def store(self, say: Say) -> Store:
         """Connect to machine 0's store; NotMet if that cannot be."""
+        from torch._C._distributed_c10d import TCPStore  # seconds: options are judged before
+
         limit = timedelta(seconds=CONNECT)
         if self.hosts:
             self._refuse_other_address()
@@ -194,6 +200,8 @@ class Party:
 
 PORT = 29500
 """Default port, as torchrun's."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Environment variable that torchrun sets."""
 FIRST = "place"
 """What machines tell first: who has told it has come."""
 _MOST = 300  # letters of a fact: another program may have written it
@@ -208,6 +216,62 @@ def _end_beside(thread: threading.Thread) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def party_of(options: argparse.Namespace) -> Party | None:
+    """Return this machine's place, from the options or from torchrun; None if it is alone.
+
+    Raises:
+        ValueError: options that do not fit together.
+    """
+    names = {"--nnodes": options.nnodes, "--node-rank": options.node_rank}
+    names["--master-addr"] = options.master_addr
+    given = [name for name, value in names.items() if value is not None]
+    if not 1 <= options.wait < float("inf"):
+        raise ValueError(f"--wait {options.wait:g}: give 1 second or more, such as 60.")
+    if TORCHRUN in os.environ:
+        if given:
+            raise ValueError(f"{given[0]}: torchrun has said it. Give it to torchrun only.")
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        rank, machines = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // local
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        party = Party(rank // local, machines, *place, rank == 0 and not agents, options.wait)
+        return party if machines > 1 else None
+    if not given or options.nnodes == 1:
+        return None
+    missing = sorted(names.keys() - given)
+    if missing:
+        raise ValueError(f"{', '.join(given)} needs also {' and '.join(missing)}.")
+    number, machines = options.node_rank, options.nnodes
+    address, port = _place(options.master_addr, options.master_port)
+    if machines < 1:
+        raise ValueError(f"--nnodes {machines}: give the number of machines, such as 2.")
+    if not 0 <= number < machines:
+        raise ValueError(f"--node-rank {number}: give 0 to {machines - 1}, each on one machine.")
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"--master-port {port}: a port is a number from 1 to 65535.")
+    return Party(number, machines, address, port, number == 0, options.wait)
+
+
+_WITH_PORT = re.compile(r"\[(?P<six>[^\]]*)\](?::(?P<its>.*))?|(?P<host>[^:]*):(?P<port>[^:]*)")
+
+
+def _place(address: str, port: int | None) -> tuple[str, int]:
+    """Return machine 0's address and port; the port may stand in the address, as for torchrun."""
+    found = _WITH_PORT.fullmatch(address)
+    if found is None:  # several colons without brackets are an address of IPv6
+        return address, PORT if port is None else port
+    host, written = found["six"] or found["host"], found["its"] or found["port"]
+    if not host or (written and not (written.isascii() and written.isdecimal())):
+        raise ValueError(f"--master-addr {address}: write an address, such as 10.0.0.1:{PORT}.")
+    if written is None:
+        return host, PORT if port is None else port
+    if port not in (None, int(written)):
+        raise ValueError(
+            f"--master-addr {address} and --master-port {port} name two ports. Give one of them."
+        )
+    return host, int(written)
 
 
 def _facts(text: bytes) -> Facts:

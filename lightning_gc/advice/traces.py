@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gc.advice.description import Shapes as Shapes
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core import Exchange, Gather, Mean, Reply, Request
@@ -26,8 +27,6 @@ from lightning_gc.schemes import Scheme
 from lightning_gc.transports.base import LENGTH_BYTES, laid_out
 from lightning_gc.transports.network_model import messages_sent
 from lightning_gc.transports.simulated import Simulated
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,13 @@ bytes from ``shipped_costs.json``, which ``benchmarks/shipped_costs.py`` measure
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import functools
 import json
 import math
-import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 from lightning_gc.advice import report
 from lightning_gc.advice.alpha_beta import Link, at_rate
 from lightning_gc.advice.costs import bucket_trace, simulated
+from lightning_gc.advice.description import Description, Shapes
 from lightning_gc.advice.prediction import (
     METHODS,
     SIXTEEN,
@@ -32,86 +31,21 @@ from lightning_gc.advice.prediction import (
     predict,
     shortlist,
 )
-from lightning_gc.advice.traces import Asked, Shapes, Trace, pattern
+from lightning_gc.advice.traces import Asked, Trace, pattern
 from lightning_gc.compressors.wrappers.per_parameter import by_default
-from lightning_gc.core.registry import did_you_mean
 from lightning_gc.exchange.timeline import Module
 from lightning_gc.methods.catalogue import start_text
 from lightning_gc.methods.method import Method, parse_method
 from lightning_gc.methods.text_table import plain
-from lightning_gc.transports.network_model import rate
 
-EXAMPLE = "lightning-gc advise --params 124M --step-ms 45 --link 1gbit --workers 4"
-LATENCY_US = 50.0
-"""Microseconds of a message, if the user gives none: a switched Ethernet."""
 FORWARD = 1 / 3
 """Share of the forward pass in a step. The backward pass computes two products for each of its."""
-MATRICES = 48
-"""Number of matrices of a model that is described by its size only, as GPT-2's blocks have."""
 MARGIN = 1.5
 """Factor by which a predicted speed may be off.
 
 Measured with two workers on two cores: 1.02 in the median, 1.21 at worst. With more workers than
 cores it was 1.47 at worst (``benchmarks/results/shipped_costs_20261126.md``).
 """
-
-
-def gpt2() -> Shapes:
-    """Return the parameters of GPT-2 with 124 million parameters, in the order of use."""
-    shapes: Shapes = {"embedding": (50_257, 768), "positions": (1_024, 768)}
-    for block in range(12):
-        wide = {"qkv": (2_304, 768), "out": (768, 768), "up": (3_072, 768), "down": (768, 3_072)}
-        for name, (outputs, inputs) in wide.items():
-            shapes |= {f"{block}.{name}": (outputs, inputs), f"{block}.{name}.bias": (outputs,)}
-        shapes |= {f"{block}.norm{i}.{part}": (768,) for i in (1, 2) for part in ("weight", "bias")}
-    return shapes | {"norm.weight": (768,), "norm.bias": (768,)}
-
-
-def resnet50() -> Shapes:
-    """Return the parameters of ResNet-50 in the order of use."""
-    shapes: Shapes = {"conv": (64, 3, 7, 7), "norm.w": (64,), "norm.b": (64,)}
-
-    def conv(name: str, *shape: int) -> None:
-        shapes.update({name: shape, f"{name}.w": shape[:1], f"{name}.b": shape[:1]})
-
-    inputs = 64
-    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
-        for block in range(blocks):
-            name = f"{stage}.{block}"
-            conv(f"{name}.1", width, inputs, 1, 1)
-            conv(f"{name}.2", width, width, 3, 3)
-            conv(f"{name}.3", 4 * width, width, 1, 1)
-            if block == 0:
-                conv(f"{name}.down", 4 * width, inputs, 1, 1)
-            inputs = 4 * width
-    return shapes | {"head": (1_000, 2_048), "head.bias": (1_000,)}
-
-
-def llama() -> Shapes:
-    """Return the parameters of a Llama-like model of 1.1 billion: large tensors, no biases."""
-    width, hidden = 2_048, 5_632
-    shapes: Shapes = {"embedding": (32_000, width)}
-    for block in range(22):
-        parts = {"q": (width, width), "k": (256, width), "v": (256, width), "o": (width, width)}
-        parts |= {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
-        shapes |= {f"{block}.{name}": shape for name, shape in parts.items()}
-        shapes |= {f"{block}.norm{i}": (width,) for i in (1, 2)}
-    return shapes | {"norm": (width,), "head": (32_000, width)}
-
-
-MODELS: dict[str, Callable[[], Shapes]] = {
-    "gpt2": gpt2,
-    "resnet50": resnet50,
-    "llama-1b": llama,
-}
-"""Name -> shapes of the parameters in the order of use."""
-
-
-def square(parameters: int) -> Shapes:
-    """Return equal square matrices with this number of parameters, up to rounding."""
-    number = max(1, min(MATRICES, parameters >> 16))
-    side = max(1, round(math.sqrt(parameters / number)))
-    return {f"matrix {i}": (side, side) for i in range(number)}
 
 
 @functools.cache
@@ -189,31 +123,8 @@ def _between(x: float, grid: Sequence[float], values: Sequence[float], beyond: b
 
 
 @dataclass(frozen=True)
-class WhatIf:
-    """A described training.
-
-    Attributes:
-        shapes: of the parameters in the order of use, in float32.
-        step: seconds of a step of one worker without any exchange.
-        workers: W.
-        gbps: nominal rate of the links, in 10⁹ bits per second.
-        latency_us: of one message, in microseconds.
-        gpu: take the costs of compression on a GPU.
-        overlap: whether the exchange may overlap with the backward pass.
-    """
-
-    shapes: Shapes
-    step: float
-    workers: int
-    gbps: float
-    latency_us: float = LATENCY_US
-    gpu: bool = False
-    overlap: bool = True
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters."""
-        return sum(map(math.prod, self.shapes.values()))
+class WhatIf(Description):
+    """Predicts a described training from the shipped costs."""
 
     @property
     def methods(self) -> dict[str, Method]:
@@ -347,74 +258,14 @@ def in_python(method: Method) -> str:
     return f"CompressedDDPStrategy({method.compressor_class.__name__}({fields}){scheme})"
 
 
-def described(options: argparse.Namespace) -> WhatIf:
-    """Return the case that the command's options describe.
-
-    Raises:
-        ValueError: an option is missing, mistyped or contradicts another one.
-    """
-    given = {
-        "--params or --model": options.params or options.model,
-        "--step-ms": options.step_ms,
-        "--link": options.link,
-        "--workers": options.workers,
-    }
-    missing = [name for name, value in given.items() if value is None]
-    if missing:
-        raise ValueError(
-            f"advise needs a file such as train.yaml, or a description of the training. The "
-            f"description lacks {', '.join(missing)}. Write, for example, {EXAMPLE}."
-        )
-    if options.params and options.model:
-        raise ValueError("Give --params or --model, not both.")
-    latency = LATENCY_US if options.latency_us is None else options.latency_us
-    for name, value in (("--step-ms", options.step_ms), ("--latency-us", latency)):
-        if not value > 0:
-            raise ValueError(f"{name} {value:g}: must be above 0.")
-    if options.workers < 2:
-        raise ValueError(f"--workers {options.workers}: at least 2 exchange gradients.")
-    return WhatIf(
-        square(parameters(options.params)) if options.params else shapes_of(options.model),
-        options.step_ms * 1e-3,
-        options.workers,
-        rate(options.link, "--link "),
-        latency,
-        options.gpu,
-    )
-
-
-def shapes_of(model: str) -> Shapes:
-    """Return the shapes of a known model."""
-    if model not in MODELS:
-        raise ValueError(
-            f"--model {model!r} is not known{did_you_mean(model, MODELS)}. Use "
-            f"{', '.join(MODELS)}, or give the number of parameters as --params 124M."
-        )
-    return MODELS[model]()
-
-
-def parameters(text: str) -> int:
-    """Return the number of parameters of ``"124M"``, ``"1.1B"`` or ``"124439808"``."""
-    scale = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-    found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s*([KMB]?)", text.strip(), re.IGNORECASE)
-    if found is not None and (number := round(float(found[1]) * scale[found[2].upper()])) > 0:
-        return number
-    near = re.match(r"\s*(\d+(?:\.\d+)?)\s*(k|m|b|g|t)", text, re.IGNORECASE)
-    letter = "" if near is None else {"G": "B"}.get(near[2].upper(), near[2].upper())
-    meant = f" (did you mean {near[1]}{letter}?)" if near is not None and letter in scale else ""
-    raise ValueError(
-        f"--params {text!r} is not a number of parameters{meant}. Write it as 124M or 1.1B."
-    )
-
-
-def run(options: argparse.Namespace) -> None:
-    """Print the prediction for what the options describe."""
-    case = described(options)
+def run(described: Description, name: str | None) -> None:
+    """Print the prediction for a described training; its model may have a name."""
+    case = WhatIf(**vars(described))
     rows = case.rows()
     text, method, _ = verdict(rows, case.step)
     line = f"Prediction, nothing was measured. {text}"
     columns, cells = report.table(rows, {})
-    model = options.model or f"{len(case.shapes)} equal square matrices"
+    model = name or f"{len(case.shapes)} equal square matrices"
     known = shipped()["gpu"] if case.gpu else shipped()
     lines = [
         line,

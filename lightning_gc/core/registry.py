@@ -7,6 +7,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar
 
@@ -26,6 +27,24 @@ def export(namespace: dict[str, Any], *more: str) -> None:
     kinds = (type, FunctionType)
     found = [n for n, v in namespace.items() if isinstance(v, kinds) and not n.startswith("_")]
     namespace["__all__"] = sorted([*found, *more])
+    refuse_misspelt(namespace)
+
+
+def refuse_misspelt(namespace: dict[str, Any]) -> None:
+    """Let a package name the closest of its names if one does not exist.
+
+    Args:
+        namespace: the package's ``globals()``, with ``__all__``.
+    """
+    package = namespace["__name__"]
+
+    def missing(name: str) -> NoReturn:
+        # Python looks for a submodule after an AttributeError only.
+        if name.startswith("_") or find_spec(f"{package}.{name}"):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
+        refuse_import(package, name, {each: f"{package}.{each}" for each in namespace["__all__"]})
+
+    namespace["__getattr__"] = missing
 
 
 def refuse_import(package: str, name: str, known: Mapping[str, str]) -> NoReturn:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Space
@@ -23,12 +21,12 @@ from lightning_gc.memories import Memory
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
 from lightning_gc.methods.parameter_space import endpoints, parse_all, suggest
+from lightning_gc.methods.sections import read_known, read_sections
 from lightning_gc.schemes import Scheme
 
 if TYPE_CHECKING:
     import optuna
     from jsonargparse import ArgumentParser, Namespace
-SECTIONS = ("model", "data", "trainer", "seed_everything", "tune")
 
 
 @dataclass
@@ -107,35 +105,14 @@ def methods_in(sections: Mapping[str, Any]) -> dict[str, Method]:
 
 def read(path: str | Path, needed: Sequence[str] = ("model", "tune")) -> dict[str, Any]:
     """Return the sections of a file; raise ValueError if one is missing or unknown."""
-    sections = read_any(path)
-    for name in needed:
-        if name not in sections:
-            raise ValueError(
-                f"{path} has no section {name}. It has {', '.join(sections)}. Add one, such as "
-                f"{_EXAMPLES[name]}."
-            )
-    for name in sections:
-        if name not in SECTIONS:
-            raise ValueError(f"{path} has a section {name!r}. Known are {', '.join(SECTIONS)}.")
+    sections = read_known(path, needed)
+    _refuse_misspelt(sections)
     return sections
-
-
-_EXAMPLES = {
-    "model": "model: {class_path: my_module.MyModel}",
-    "tune": "tune: {name: first, metric: val_loss, space: {}, methods: [topk, qsgd]}",
-}
 
 
 def read_any(path: str | Path) -> dict[str, Any]:
     """Return the sections of a file without a check of their names, as LightningCLI has others."""
-    try:
-        sections = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(sections, dict):
-        raise ValueError(f"{path} has no sections. Add some, such as {_EXAMPLES['model']}.")
+    sections = read_sections(path)
     _refuse_misspelt(sections)
     return sections
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_gc as gc
 from lightning_gc import PerParameter
-from lightning_gc.advice.what_if import MODELS
+from lightning_gc.advice.description import MODELS
 from lightning_gc.core import Gather, Reply
 from lightning_gc.engine.recorded_exchange import RecordedLayout
 from lightning_gc.exchange.bucketing import caps, layout

@@ -217,7 +217,8 @@ READ_BY = {
     "local_steps/roll.py": {"json.loads"},
     "local_steps/snapshot.py": {"json.loads", "safetensors.torch.load"},
     "methods/method.py": {"yaml.safe_load"},  # values of fields that the user types
-    "methods/yaml_config.py": {"json.loads", "yaml.safe_load"},
+    "methods/sections.py": {"yaml.safe_load"},
+    "methods/yaml_config.py": {"json.loads"},
     "packing.py": {"json.loads"},
     "tuning/journal.py": {
         *("JournalStorage", "RDBStorage", "json.loads"),

@@ -20,7 +20,7 @@ import yaml
 from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, cli
 from lightning_gc.advice.prediction import METHODS
 from lightning_gc.bench.baselines import DEFAULT
-from lightning_gc.methods.catalogue import START
+from lightning_gc.methods.catalogue import FAMILIES, START
 from lightning_gc.tuning import open_storage
 from lightning_gc.tuning.experiment import load_experiment
 from lightning_gc.tuning.failure_detector import counts
@@ -159,10 +159,51 @@ def test_list_wide_has_all_declarations(capsys: pytest.CaptureFixture[str]) -> N
         assert name in said
 
 
+JUDGED = ["tune none.yaml", "tune bytes", "tune list.yaml", "tune toy.yml", "fit none.yaml"]
+JUDGED += ["bench none.yaml", "advise none.yaml", "list wires", "tuen", "tune toy.yaml --colour"]
+JUDGED += ["report --storage none", "rendezvous --secret-file none", "rendezvous --secret-file ."]
+JUDGED += ["check --nnodes 2", "check --nnodes 2 --node-rank 7 --master-addr 10.0.0.1"]
+JUDGED += ["advise", "advise --params 124X --step-ms 45 --link 1gbit --workers 4"]
+JUDGED += ["advise --params 124M --step-ms 45 --link 1gb --workers 4"]
+CODE = """
+import contextlib, io, sys
+from lightning_gc import cli
+for request in sys.argv[1:]:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            code = cli.main(request.split())
+        except SystemExit as end:
+            code = end.code
+    assert code == cli.USAGE, request
+    assert "Traceback" not in said.getvalue()
+    heavy = {"torch", "numpy", "optuna", "pytorch_lightning", "lightning"} & sys.modules.keys()
+    assert not heavy, (request, heavy)
+"""
+
+
+def test_a_wrong_request_is_refused_before_torch_is_imported(folder: Path) -> None:
+    Path("bytes").write_bytes(bytes(range(256)))
+    Path("list.yaml").write_text("- 1")
+    Path("toy.yml").write_text(CONFIG.replace("trainer:", "trainr:"))
+    command = [sys.executable, "-c", CODE, *JUDGED]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_families_of_the_help_are_those_of_the_catalogue() -> None:
+    assert ("start", *FAMILIES) == cli.LISTED
+
+
 def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ""
     for words in ([], ["tune"], ["report"], ["fit"], ["list"]):
         assert run(*words, "--help") == cli.OK
-    said = capsys.readouterr().out
+        asked = capsys.readouterr().out
+        assert run("help", *words) == cli.OK
+        assert capsys.readouterr().out == asked
+        said += asked
     assert "Exit codes: 0 done" in said
     assert "in its own study" in said
 
@@ -186,7 +227,10 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         (["report", "--storage", "x", "--out", "bytes"], "bytes is a file; give the name of a"),
         (["advise", "--out", "bytes"], "bytes is a file; give the name of a folder"),
         (["schema", "no_module"], "The module no_module does not exist"),
-        (["list", "wires"], "'wires' is not a family"),
+        (["list", "wires"], "'wires' is not a family (did you mean 'wire'?)"),
+        (["tuen", "toy.yaml"], "'tuen' is not a command (did you mean 'tune'?)"),
+        (["tune", "toy.yaml", "--compresor", "topk"], "(did you mean '--compressor'?)"),
+        (["--wide", "list"], "unrecognized arguments: --wide (did you mean '--wide'?)"),
         (["rendezvous", "--port", "65536"], "'65536' is not a number from 0 to 65535"),
         (["rendezvous", "--port", "-1"], "'-1' is not a number from 0 to 65535"),
         (["rendezvous", "--secret-file", "none"], "none cannot be read"),

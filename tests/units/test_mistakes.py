@@ -406,6 +406,27 @@ def test_a_misspelt_import_says_what_to_write(name: str, meant: str) -> None:
     assert not hasattr(lightning_gc, name)
 
 
+@pytest.mark.parametrize(
+    ("package", "name", "meant"),
+    [
+        ("compressors", "Topk", "TopK"),
+        ("controllers", "Acordion", "Accordion"),
+        ("memories", "ErorFeedback", "ErrorFeedback"),
+        ("schemes", "TwoShots", "TwoShot"),
+        ("testing", "LockStep", "Lockstep"),
+    ],
+)
+def test_a_misspelt_import_of_a_package_too(package: str, name: str, meant: str) -> None:
+    said = f"has no attribute '{name}'; did you mean `from lightning_gc.{package} import {meant}`"
+    with pytest.raises(ImportError, match=said):
+        exec(f"from lightning_gc.{package} import {name}")
+    found = __import__(f"lightning_gc.{package}", fromlist=["_"])
+    assert not hasattr(found, name)
+    with pytest.raises(ImportError):
+        exec(f"from lightning_gc.{package} import base_of_nothing")
+    exec("from lightning_gc.controllers import level_plan")  # a submodule is still found
+
+
 def test_two_monitors_are_refused_when_training_begins() -> None:
     monitors = [lightning_gc.CompressionMonitor(), lightning_gc.CompressionMonitor()]
     strategy = lightning_gc.SimulatedDDPStrategy(lightning_gc.TopK(0.1), workers=2)

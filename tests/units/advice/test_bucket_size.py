@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gc.advice.what_if import MODELS
+from lightning_gc.advice.description import MODELS
 from lightning_gc.exchange.bucketing import (
     BACKWARD,
     MIB,

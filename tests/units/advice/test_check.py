@@ -183,7 +183,7 @@ def test_the_address_may_have_a_port(address: str, port: int, place: tuple[str, 
     given = argparse.Namespace(
         nnodes=2, node_rank=1, master_addr=address, master_port=port, wait=60
     )
-    found = check.party_of(given)
+    found = meeting.party_of(given)
     assert found is not None
     assert (found.address, found.port) == place
 
@@ -203,8 +203,8 @@ def test_torchrun_has_said_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     nothing = argparse.Namespace(nnodes=None, node_rank=None, master_addr=None, wait=60)
-    assert check.party_of(nothing) == Party(1, 2, "10.0.0.1", 29500, False, 60)
-    assert check.check(nothing)  # the machine's first process speaks for it
+    assert meeting.party_of(nothing) == Party(1, 2, "10.0.0.1", 29500, False, 60)
+    assert check.check(meeting.party_of(nothing))  # the machine's first process speaks for it
 
 
 @pytest.mark.slow

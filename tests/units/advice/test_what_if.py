@@ -10,18 +10,10 @@ import torch
 from lightning_gc import cli
 from lightning_gc.advice.alpha_beta import Link, at_rate
 from lightning_gc.advice.costs import segment_trace
+from lightning_gc.advice.description import MODELS, parameters, shapes_of, square
 from lightning_gc.advice.prediction import METHODS, WHOLE, Situation, predict
 from lightning_gc.advice.traces import Shapes, Trace, sent
-from lightning_gc.advice.what_if import (
-    MODELS,
-    WhatIf,
-    parameters,
-    shapes_of,
-    shipped,
-    shipped_trace,
-    square,
-    verdict,
-)
+from lightning_gc.advice.what_if import WhatIf, shipped, shipped_trace, verdict
 from lightning_gc.exchange.timeline import Module
 from lightning_gc.methods.method import Method, parse_method
 from lightning_gc.transports.network_model import rate

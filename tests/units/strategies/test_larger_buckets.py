@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_gc import CompressedDDPStrategy, CompressedFabricStrategy, TopK
-from lightning_gc.advice.what_if import MODELS
+from lightning_gc.advice.description import MODELS
 from lightning_gc.lightning import ddp, fabric
 
 WAITS = TopK(selection="sampled")
