@@ -160,10 +160,12 @@ class Auto(Controller):
             "dense_bytes": 0.0,
             "bytes": 0.0,
             "permitted": [],
+            "among": [],  # workers and optimizers for which it was measured
         }
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        new = {"short": 0} | state  # absent in older checkpoints
+        among = [observation.workers, [*observation.optimizers]]
+        new = {"short": 0} | state | {"among": among}  # "short" is absent in older checkpoints
         given = observation.each_step
         skipped = min(new["skip"], len(given))
         new["skip"] -= skipped
@@ -192,6 +194,8 @@ class Auto(Controller):
         cost_line = f" Measuring cost {cost:.3g} s of the {whole:.3g} s of this training."
         if state.get("short"):
             return f"auto: uncompressed, since {state['short']} steps are too few to measure."
+        if state["phase"] == "try":
+            return f"auto: training ended while {state['name']} was tried.{cost_line}"
         if not state["took"]:
             return f"auto: uncompressed, training ended before a method was chosen.{cost_line}"
         name, took, dense = state["name"], state["took"], state["dense"]
@@ -205,9 +209,19 @@ class Auto(Controller):
         left = f" Other candidates: {others}." if others else ""
         return f"{said}.{left}{cost_line}"
 
-    def resuming(self, state: State) -> str:
-        found = "" if state["took"] else ", and no method is chosen yet"
-        return f"auto: resumed with {state['name']}{found}."
+    def resuming(
+        self, state: State, workers: int, optimizers: tuple[str, ...]
+    ) -> tuple[State, str]:
+        before, now = state.get("among") or [workers, [*optimizers]], [workers, [*optimizers]]
+        kept = {name: state[name] for name in ("seconds", "spent")}
+        if before[0] != workers:
+            why = f"there were {before[0]} workers, and now {workers}"
+        elif before != now:
+            why = f"optimizers were {', '.join(before[1])}, and now {', '.join(now[1])}"
+        else:
+            found = "" if state["took"] else ", and no method is chosen yet"
+            return state, f"auto: resumed with {state['name']}{found}."
+        return self.init() | kept, f"auto: uncompressed, and it measures again, since {why}."
 
     def _rest(self, new: State, left: int) -> tuple[Decision, State]:
         """Stay uncompressed in a run that ends before a look would."""

@@ -214,6 +214,7 @@ class Observation:
             not declared. Of simulated workers all are the mean. On CUDA the device's.
         weighed: None unless the last decision asked for it, and while kernels are compiled.
         optimizers: names of the optimizers' classes.
+        workers: their number.
         total_steps: steps of the run; None if unknown or without end.
     """
 
@@ -255,6 +256,7 @@ class Observation:
     each_step: tuple[float, ...] = ()
     weighed: Weighed | None = None
     optimizers: tuple[str, ...] = ()
+    workers: int = 1
     total_steps: int | None = None
 
     @property
@@ -379,9 +381,20 @@ class Controller(Settings, abc.ABC):
         """
         return self, 0
 
-    def resuming(self, state: State) -> str:
-        """Return one line that worker 0 logs after a resume; empty, the default, for none."""
-        return ""
+    def resuming(
+        self, state: State, workers: int, optimizers: tuple[str, ...]
+    ) -> tuple[State, str]:
+        """Return the state after a resume, and one line that worker 0 logs; empty for none.
+
+        Another state than the given one begins like a new run, with a decision before the next
+        step. The default returns the state and no line.
+
+        Args:
+            state: of the checkpoint.
+            workers: their number now.
+            optimizers: names of their classes now.
+        """
+        return state, ""
 
     def ending(self, state: State) -> str:
         """Return one line that worker 0 logs at the end of a fit; empty, the default, for none."""

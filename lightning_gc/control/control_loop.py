@@ -130,7 +130,7 @@ class ControlLoop:
         self._metrics: dict[str, float] = {}  # from a checkpoint
         self._to_come: set[str] = set()  # those of them that were to change before the epoch's end
         self._resumed = False  # within the epoch, or at its end
-        self._resuming = ""  # what the controller has to say of it
+        self._resuming = False  # from the checkpoint to the next step
         # Steps of the last decision, of the epoch's first, and of this controller's first.
         self._seen_step = self._epoch_step = self._first_step = self._step
 
@@ -156,10 +156,9 @@ class ControlLoop:
         known = list(optimizers)
         groups = (group for optimizer in known for group in optimizer.param_groups)
         rate = float(max((group["lr"] for group in groups), default=0.0))
+        if self._resuming:
+            self._resume(names_of(known), peers)
         begins = self._epoch != epoch
-        line, self._resuming = self._resuming, ""
-        if line and peers.decides:
-            say("%s", line)
         if self.controller.needs.seconds:
             self._probes.clock.see(self._step, epoch)
         if begins and self.controller.deciding(epoch)[1] == epoch:
@@ -176,6 +175,16 @@ class ControlLoop:
                 self._apply_decision(peers, said)
             self._probes.clock.resume()
         self._rate = rate
+
+    def _resume(self, optimizers: tuple[str, ...], peers: Peers) -> None:
+        """Let the controller look at the state of a checkpoint; all workers do the same."""
+        self._resuming = False
+        workers = self._workers.first.workers
+        state, line = self.controller.resuming(self.state, workers, optimizers)
+        if state is not self.state:
+            self._start_over(state)
+        if line and peers.decides:
+            say("%s", line)
 
     def _due(self, epoch: int) -> bool:
         """Whether the epoch's first batch is due, or steps have reached the pause, or doubled."""
@@ -222,7 +231,7 @@ class ControlLoop:
         self._first_step = self._step - state["first_steps"]
         self._metrics, self._to_come = state["metrics"], set(state["due"])
         self._resumed = True
-        self._resuming = self.controller.resuming(self.state)
+        self._resuming = True
         if state["decision"] is not None:
             self.decision = Decision(**state["decision"])
         if state["levels"] is not None:
@@ -317,6 +326,7 @@ class ControlLoop:
             ended=ended,
             resumed=resumed,
             optimizers=optimizers,
+            workers=self._workers.first.workers,
             total_steps=now.total_steps,
             **found,
         )

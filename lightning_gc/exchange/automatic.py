@@ -80,11 +80,11 @@ def permitted(
         ValueError: ``"auto"`` with another controller than ``Auto``; an ``Auto`` that permits
             something else than the compressor that is given; a controller as the compressor.
     """
-    if isinstance(compressor, Controller):
-        first = "'auto'" if isinstance(compressor, Auto) else "..."
+    given: object = compressor
+    if isinstance(given, Controller):
+        first = "'auto'" if isinstance(given, Auto) else "..."
         raise ValueError(
-            f"{owner}({compressor}): that is a controller; write "
-            f"{owner}({first}, controller={compressor})."
+            f"{owner}({given}): that is a controller; write {owner}({first}, controller={given})."
         )
     if controller is not None:
         controller = make_controller(controller, owner)

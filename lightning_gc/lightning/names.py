@@ -77,7 +77,8 @@ def _entries() -> Iterator[tuple[str, str, bool, str, dict[str, Any]]]:
         for method in (None, *(AUTO if kind != "fsdp" else ()), *COMPRESSORS):
             for variant, arguments in variants.items():
                 name = "_".join(filter(None, ("compressed", kind, method))) + variant
-                listed = not variant and (kind == "ddp" or method is None)
+                shown = kind == "ddp" and AUTO.get(method or "") is None
+                listed = not variant and (shown or method is None)
                 first = "gradients" if kind == "fsdp" else "compressor"
                 yield kind, name, listed, what, {first: method or default} | arguments
     what = "local steps with compressed exchanges"

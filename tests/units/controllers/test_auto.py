@@ -208,6 +208,8 @@ def test_what_it_says_in_the_end() -> None:
     )
     early = World(steady({1: 0.1, 2: 0.2, 3: 0.3, None: 1.0})).run(2)
     assert "before a method was chosen" in early.auto.ending(early.state)
+    trying = World(steady({1: 0.1, 2: 0.2, 3: 0.3, None: 1.0})).run(12)
+    assert trying.auto.ending(trying.state).startswith("auto: training ended while QSGD(4) was tri")
 
 
 def test_while_it_watches_it_decides_every_sixteen_steps() -> None:
