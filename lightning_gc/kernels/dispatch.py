@@ -480,13 +480,26 @@ def _works_on_gpu(family: str, device: torch.device) -> bool:
         with waiting(f"Compiling Triton's kernels of {family}, once per machine", _SLOW):
             gpu.self_test(family, device)
     except Exception as error:  # any exception of a compiler or driver
-        warnings.warn(
-            f"Triton's kernels of {family} do not run on {device} ({type(error).__name__}: "
-            f"{error}); torch's operations are used instead, with the same results.",
-            stacklevel=2,
-        )
+        cause = f"{device} ({_cause(error)})"
+        if cause not in _told:  # other families fail in the same way
+            _told.add(cause)
+            warnings.warn(
+                f"Triton's kernels of {family} do not run on {cause}. Torch's operations are used "
+                f"instead, with the same results in more time. {_triton_fix()}",
+                stacklevel=2,
+            )
         return False
     return True
+
+
+def _triton_fix() -> str:
+    home = os.environ.get("TRITON_HOME") or Path.home()
+    folder = os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")
+    return (
+        f"Triton needs a C compiler (set CC to its path) and a GPU that it knows. If its files in "
+        f"{folder} are damaged, delete that folder. If the folder is full or read-only, set "
+        f"TRITON_CACHE_DIR to another one."
+    )
 
 
 def in_words(used: Collection[str], device: torch.device) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class RollFile:
         found: the rounds, and the ends of runs, that the file had when it was opened.
 
     Raises:
-        ValueError: the file is not a roll, or cannot be written.
+        ValueError: the file is not a roll, or cannot be written or locked.
         BusyError: another process writes it.
 
     Laws, in ``tests/units/local_steps/test_roll_file.py``:
@@ -186,8 +187,13 @@ def _begins(record: Round) -> bool:
 
 def _opened(path: Path) -> tuple[int, list[Round | Ended]]:
     """Return a locked file and its records; half a last line is cut, or ended if it is complete."""
-    import fcntl
-
+    try:
+        import fcntl
+    except ImportError:
+        raise ValueError(
+            f"The roll {path} cannot be kept on {sys.platform}, which has no fcntl to lock files. "
+            f"Start the rendezvous on Linux, or leave the roll out."
+        ) from None
     check_roll(path)  # before it is opened: a pipe would wait
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:

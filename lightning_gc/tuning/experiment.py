@@ -1,6 +1,8 @@
 """Define an experiment: task, metric, budget, sampler and pruner, equal for all methods."""
 
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,10 +107,18 @@ class Experiment(Settings):
                 f"budget={self.budget:g} with objective='pareto': a Pareto front has all budgets. "
                 f"Leave the budget out, or use objective='metric'."
             )
+        self._check_devices()
+        self.check_trainer(self.trainer)
+
+    def _check_devices(self) -> None:
         if self.workers > 1 and self.devices > 1:
             both = f"workers={self.workers} simulated and devices={self.devices} real"
             raise ValueError(f"{both}: give one of the two.")
-        self.check_trainer(self.trainer)
+        if self.devices > 1 and not hasattr(os, "killpg"):
+            raise ValueError(
+                f"devices={self.devices} needs os.killpg to end a run's processes, which "
+                f"{sys.platform} lacks. Tune on Linux, or use workers={self.devices} simulated."
+            )
 
     def check_trainer(self, trainer: Mapping[str, Any]) -> None:
         """Refuse arguments of the Trainer that tuning sets itself, or that clash with workers."""

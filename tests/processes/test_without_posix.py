@@ -1,7 +1,8 @@
-"""Without the modules and functions of POSIX one process imports the library and trains."""
+"""Without the modules and functions of POSIX one process trains, and the rest is refused."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 SCRIPT = """
 import os, sys
@@ -20,12 +21,26 @@ trainer = Trainer(strategy=strategy, max_steps=3, accelerator="cpu", **quiet)
 trainer.fit(BoringModel())
 with dispatch._locked() as mine:
     print(mine(), trainer.global_step)
+from lightning_gc.local_steps.roll_file import RollFile
+from lightning_gc.tuning.experiment import Experiment
+from pathlib import Path
+for refused in (
+    lambda: RollFile(Path(sys.argv[1], "roll.jsonl")),
+    lambda: Experiment("a", build=None, metric="loss", devices=2),
+):
+    try:
+        refused()
+    except ValueError as error:
+        print(error)
 """
 
 
-def test_simulated_workers_train() -> None:
+def test_simulated_workers_train(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[-2] == "True 3"
+    trained, roll, tuning = done.stdout.splitlines()[-3:]
+    assert trained == "True 3"
+    assert "no fcntl to lock files. Start the rendezvous on Linux" in roll
+    assert tuning.startswith("devices=2 needs os.killpg")

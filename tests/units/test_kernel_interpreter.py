@@ -81,13 +81,19 @@ def test_kernels_in_the_interpreter(selected: str) -> None:
     interpreted(f"{KERNELS}/{selected}", "-m", "nightly or not nightly")
 
 
-def test_torch_runs_where_a_first_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that is too old, no compiler; here, no GPU at all."""
+def test_torch_runs_where_a_first_kernel_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A GPU that is too old, no compiler; here, no GPU at all. Each cause is said once."""
     if torch.cuda.is_available():
         pytest.skip("kernels run here")
     trial = dispatch._works_on_gpu.__wrapped__
     if find_spec("triton") is not None:
-        with pytest.warns(UserWarning, match="do not run on cuda.*torch's operations are used"):
+        monkeypatch.setattr(dispatch, "_told", set())
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        said = rf"do not run on cuda.*Torch's operations are used.*files in {tmp_path}.*delete"
+        with pytest.warns(UserWarning, match=said):
             assert not trial("levels", torch.device("cuda"))
+        assert not trial("levels", torch.device("cuda"))  # a warning would be an error
     monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
     assert not trial("levels", torch.device("cuda"))
