@@ -83,8 +83,8 @@ nan, inf = float("nan"), float("inf")
         ),
         (lambda: Simulated(0), "workers=0", "at least one"),
         (lambda: CompressedDDPStrategy("topkk"), "'topkk'", "'topk'"),
-        (lambda: CompressedDDPStrategy(TopK(), memory="full"), "'full'", "'error_feedback'"),
-        (lambda: CompressedDDPStrategy(TopK(), scheme="ring"), "'ring'", "'all_gather'"),
+        (lambda: CompressedDDPStrategy(TopK(), memory="full"), "'full'", "ErrorFeedback()"),
+        (lambda: CompressedDDPStrategy(TopK(), scheme="ring"), "'ring'", "AllGather()"),
         (lambda: CompressedDDPStrategy(TopK(), seed="7"), "seed='7'", "whole number"),  # type: ignore[arg-type]
         (lambda: CompressedDDPStrategy(TopK(), controller=1), "controller=1", "Fixed(0.01)"),  # type: ignore[arg-type]
         (lambda: CompressedDDPStrategy(TopK(), scheme="all_reduce"), "AllReduce()", "AllGather()"),

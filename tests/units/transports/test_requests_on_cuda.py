@@ -12,6 +12,7 @@ from lightning_gc.control.probes import Probes
 from lightning_gc.controllers import BandwidthAware, Decision, ExchangeRecord, Observation
 from lightning_gc.controllers.exchange_record import fit_link
 from lightning_gc.core.flow import Flow, Gather, Mean, Reply, Request
+from lightning_gc.exchange.peers import Peers
 from lightning_gc.transports import Recording, Transport
 from lightning_gc.transports.accounting import KEPT
 from tests.support.controlled_workers import CPU, Training
@@ -135,7 +136,7 @@ def test_what_ends_after_a_decision_counts_for_the_next(cuda: PretendedCuda) -> 
     told = []
     for behind in (2.5, 1.0, 0.0):
         cuda.reached = cuda.queued - behind
-        told.append(probes.link()["exchanges"])
+        told.append(probes.link(Peers(True, torch.device("cpu"), mean=lambda t: t))["exchanges"])
         cuda.reached += 0.5
         probes.begin()
     assert [list(each) for each in told] == [[record] for record in expected(SIZES)]
