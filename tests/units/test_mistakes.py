@@ -21,7 +21,6 @@ from lightning_gc import controllers
 from lightning_gc.control.control_loop import decision_of
 from lightning_gc.controllers import Controller, Observation
 from lightning_gc.core.settings import CheckedCalls
-from lightning_gc.exchange.automatic import AUTO
 from lightning_gc.lightning import for_lightning
 from tests.support.fitting import fit, unwarned
 from tests.support.models import Plain, common_batches
@@ -506,7 +505,7 @@ def test_few_names_are_listed_and_all_are_answered() -> None:
     registry: Any = pl.strategies.StrategyRegistry
     listed = {name for name in registry if name in registry.ours}
     kinds = {"compressed_hsdp", "compressed_fsdp", "local_steps", "diloco", "sparseloco"}
-    methods = {f"compressed_ddp_{name}" for name in (*lightning_gc.COMPRESSORS, *AUTO)}
+    methods = {f"compressed_ddp_{name}" for name in (*lightning_gc.COMPRESSORS, "auto")}
     assert listed == kinds | methods | {"compressed_ddp"}
     assert set(registry.available_strategies()) == set(registry)
     for name in registry.ours - listed:
