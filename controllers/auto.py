@@ -165,7 +165,8 @@ class Auto(Controller):
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
         among = [observation.workers, [*observation.optimizers]]
-        new = {"short": 0} | state | {"among": among}  # "short" is absent in older checkpoints
+        # Older checkpoints have no "short".
+        new: State = {"short": 0} | state | {"among": among}
         given = observation.each_step
         skipped = min(new["skip"], len(given))
         new["skip"] -= skipped

@@ -26,6 +26,7 @@ from lightning_gc.checkpoint import memory_store
 from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller
+from lightning_gc.core.copies import Single
 from lightning_gc.core.notices import say
 from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
@@ -297,7 +298,7 @@ class _OpenHandles:
                     handle._stepped[optimizer] = handle.exchanges
 
 
-class Attached:
+class Attached(Single):
     """Handle of a module whose gradients are compressed; returned by ``attach``.
 
     Args:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gc.core import Flow
+from lightning_gc.core.copies import Single
 from lightning_gc.transports.distributed import (
     EXCHANGE,
     Distributed,
@@ -51,7 +52,7 @@ class Parts:
         return dict(norms)
 
 
-class ShardParts(Parts):
+class ShardParts(Single, Parts):
     """A worker whose parameters are shared out among the processes of a group.
 
     Args:

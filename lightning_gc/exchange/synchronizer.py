@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_gc.core import Flow
+from lightning_gc.core.copies import Single
 from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.validation import check_agreement, refuse_unknown_device
 from lightning_gc.exchange.verification import Verify, verification
@@ -32,7 +33,7 @@ JOINING = timedelta(minutes=1)
 """Least timeout until the first step: workers start, and on CUDA compile, at unlike times."""
 
 
-class Synchronizer:
+class Synchronizer(Single):
     """Exchanges the gradients of one real worker. Uses torch.distributed, but no Lightning.
 
     Args:

@@ -145,6 +145,8 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     _failed = False
     _more_workers = "use more workers, or Trainer(strategy='auto')"
     """Advice in the warning of one worker."""
+    _of_fit = frozenset({"_attached", "_exchange", "_interface", "_own_steps"})
+    """Attributes with a default, which are left out of a copy."""
     _lookahead: Lookahead | None = None
     _moment: Callable[[Any, int], Moment] = staticmethod(moment_of)
     """Returns metrics and progress of a Trainer before a batch, for a controller."""
@@ -188,6 +190,11 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         )
         self.checkpoint_parts = CheckpointParts(self._workers_of(configuration))
         self._configure_state(state, state_dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a fit under way: a copy may begin one of its own."""
+        state: Any = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in self._of_fit}
 
     def _workers_of(self, configuration: Configuration) -> Workers:
         return Workers(configuration)
@@ -262,7 +269,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
             type(self).__name__,
             self.checkpoint_parts,
             self.controller,
-            lambda: self.optimizers,
+            self._its_optimizers,
             self.root_device,
             self._scaler(),
             self._timeout,
@@ -333,6 +340,10 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         """Make the optimizers; refuse settings that conflict with the memory."""
         super().setup_optimizers(trainer)
         self._check_optimizers()
+
+    def _its_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        found: Sequence[torch.optim.Optimizer] = self.optimizers
+        return found
 
     def _check_optimizers(self) -> None:
         check_optimizers(self.compressor, self.memory, self.optimizers)
@@ -449,5 +460,5 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
     def teardown(self) -> None:
         if self._handle_sigterm_as_lightning is not None:
             self._handle_sigterm_as_lightning()
-        self._handle_sigterm_as_lightning = None  # a closure could not be sent to a process
+        self._handle_sigterm_as_lightning = None
         super().teardown()

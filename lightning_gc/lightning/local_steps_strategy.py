@@ -146,9 +146,11 @@ class LocalHooks(CompressedStrategy):
             fix="Return it from configure_optimizers",
         )
         self._listen()
-        self._own = keep(self.checkpoint_parts, rounds, lambda: self.optimizers, self._scaler)
+        self._own = keep(self.checkpoint_parts, rounds, self._its_optimizers, self._scaler)
         if self._keeps_mean:
             self.checkpoint_parts.kept[ROUNDS] = [MeanDrift(each) for each in rounds]
+        if self._first is not None:  # a copy's, of the fit that it was made in
+            self._first.leave()
         self._first = self._first_callback(self._show_common, self._end_rounds)
         self._first.join(self.lightning_module.trainer)
 
@@ -502,6 +504,8 @@ class LocalSteps(LocalHooks, RealWorker):
         recording: the byte and time account of this worker, while fitting.
     """
 
+    _exchange: ElasticExchange | None = None
+
     @takes_fields(RoundPlan)
     def __init__(
         self,
@@ -533,7 +537,6 @@ class LocalSteps(LocalHooks, RealWorker):
         self.verify = verify
         self._place = place_of(plan)
         self._place.refuse(plan, self._given)
-        self._exchange: ElasticExchange | None = None
         self._broadcast_each_batch: Callable[[], None] = _nothing
         super().__init__(**ddp_kwargs)
 
@@ -583,13 +586,13 @@ class LocalSteps(LocalHooks, RealWorker):
         self._place = place_of(plan)  # a number in a checkpoint is asked for once
         exchange = self._handle.meeting.exchange
         self._exchange = exchange if isinstance(exchange, ElasticExchange) else None
-        rounds = self._all_rounds[0]
-        self._broadcast_each_batch = broadcast_only(
-            lambda: plan.elastic is not None or rounds.position == 0, trainer
-        )
+        self._broadcast_each_batch = broadcast_only(self._broadcasts, trainer)
         if plan.island > 1 and self._form.wraps:
             self._ddp_kwargs["process_group"] = self._handle.meeting.inside
             super().configure_ddp()
+
+    def _broadcasts(self) -> bool:
+        return self.plan.elastic is not None or self._all_rounds[0].position == 0
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load; note the number that this worker had, before it asks for one."""
@@ -676,7 +679,7 @@ class LocalSteps(LocalHooks, RealWorker):
         if inside is not None:
             leave(inside, self._failed)
         self._broadcast_each_batch()
-        self._broadcast_each_batch = _nothing  # a closure could not be sent to a process
+        self._broadcast_each_batch = _nothing
 
 
 class WholeModule:

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,7 +154,12 @@ def broadcast_only(when: Callable[[], bool], trainer: Any) -> Callable[[], None]
     broadcast = getattr(type(loop), name, None)
     if broadcast is None:
         return lambda: None
-    return _replace(loop, name, lambda: broadcast(loop) if when() else None)
+    return _replace(loop, name, partial(_broadcast_when, when, broadcast, loop))
+
+
+def _broadcast_when(when: Callable[[], bool], broadcast: Callable[[Any], None], loop: Any) -> None:
+    if when():
+        broadcast(loop)
 
 
 def note_only(trainer: Any) -> Callable[[], None]:
@@ -164,16 +170,15 @@ def note_only(trainer: Any) -> Callable[[], None]:
     another collective, or raises a bare error of the backend. Without it the loop ends after the
     current step, as in Lightning before 2.6. Return a function that undoes this.
     """
-    connector = trainer._signal_connector
+    return _replace(trainer._signal_connector, "_sigterm_notifier_fn", partial(_note, trainer))
 
-    def note(number: int, _: Any) -> None:
-        _log.info("Worker %d has received signal %d and stops.", trainer.global_rank, number)
-        launcher = trainer.strategy.launcher
-        if launcher is not None and not connector.received_sigterm:
-            launcher.kill(number)  # hands it on to the workers that this process has started
-        connector.received_sigterm = True
 
-    return _replace(connector, "_sigterm_notifier_fn", note)
+def _note(trainer: Any, number: int, _: Any) -> None:
+    _log.info("Worker %d has received signal %d and stops.", trainer.global_rank, number)
+    launcher, connector = trainer.strategy.launcher, trainer._signal_connector
+    if launcher is not None and not connector.received_sigterm:
+        launcher.kill(number)  # hands it on to the workers that this process has started
+    connector.received_sigterm = True
 
 
 def sigterm_exception(trainer: Any) -> SystemExit:
@@ -187,12 +192,12 @@ def sigterm_exception(trainer: Any) -> SystemExit:
 def _replace(owner: Any, name: str, method: Callable[..., None]) -> Callable[[], None]:
     """Replace a method of one object; return what undoes it, once or several times."""
     setattr(owner, name, method)
+    return partial(_undo, owner, name)
 
-    def undo() -> None:
-        with contextlib.suppress(AttributeError):
-            delattr(owner, name)
 
-    return undo
+def _undo(owner: Any, name: str) -> None:
+    with contextlib.suppress(AttributeError):
+        delattr(owner, name)
 
 
 class Joining(StrategyAPI):

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
 
 from lightning_gc.core import TEXT, WHOLE, Each, Flow, Record
+from lightning_gc.core.copies import Single
 from lightning_gc.core.digest import ReplicaError
 from lightning_gc.core.notices import say, waiting
 from lightning_gc.core.saved_state import ERRORS, Tree, each_tensor
@@ -588,7 +589,7 @@ def _heard(island: Island, act: Callable[[], Any]) -> Any:
     return from_bytes(data.numpy().tobytes())
 
 
-class ElasticExchange:
+class ElasticExchange(Single):
     """Carries out the exchanges of one elastic worker: an ``Exchanger`` of local steps.
 
     In an island, rank 0 has the line to the rendezvous, the door and the round's group.

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,7 @@ from lightning_gc.core import (
     Record,
     Structure,
 )
+from lightning_gc.core.copies import Single
 from lightning_gc.core.saved_state import ERRORS, FLOATS, Tree, average, each_tensor, reduced
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Parts, explaining
@@ -77,7 +79,7 @@ class Exchanger(Protocol):
 
 
 @dataclass
-class Flight:
+class Flight(Single):
     """An exchange that has begun.
 
     Attributes:
@@ -354,6 +356,7 @@ class LocalRounds:
         self.names = names
         params = {name: param for param, name in names.items()}
 
+<<<<<<< HEAD
         def buffers() -> dict[str, Tensor]:
             return {plain_name(name): buffer for name, buffer in module.named_buffers()}
 
@@ -364,6 +367,10 @@ class LocalRounds:
 
         given = module, params, buffers, untrained
         self.weights = CommonWeights(*given, plan.fragments, plan.outer, plan.own_buffers)
+=======
+        find = partial(_buffers, module), partial(_untrained, module, names)
+        self.weights = CommonWeights(module, params, *find, plan.fragments, plan.outer)
+>>>>>>> hosts
         self.share = Share(
             plan.unequal or EQUAL,
             plan.outer,
@@ -906,6 +913,16 @@ def keep(
     ]
     parts.own[ROUNDS] = own
     return own
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {plain_name(name): buffer for name, buffer in module.named_buffers()}
+
+
+def _untrained(module: nn.Module, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    reshard(module)
+    every = module.named_parameters()
+    return {plain_name(n): local_part(p) for n, p in every if p not in names}
 
 
 def in_rounds(now: Moment, every: int) -> Moment:

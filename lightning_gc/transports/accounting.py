@@ -13,7 +13,12 @@ import torch
 
 from lightning_gc.controllers.exchange_record import ExchangeRecord
 from lightning_gc.core import Flow
+<<<<<<< HEAD
 from lightning_gc.core.flow import resume, undisturbed
+=======
+from lightning_gc.core.copies import Renewed
+from lightning_gc.core.flow import resume
+>>>>>>> hosts
 from lightning_gc.transports.base import Transport
 from lightning_gc.transports.network_model import messages_sent
 
@@ -213,7 +218,7 @@ def seconds_between(start: Mark, stop: Mark) -> float:
     return float(start.elapsed_time(stop)) / 1e3
 
 
-class LatestRequests:
+class LatestRequests(Renewed):
     """Keeps the bytes and seconds of the latest requests, for controllers.
 
     On CUDA a request lasts from when its stream reaches it until the stream has finished it. This
@@ -225,6 +230,8 @@ class LatestRequests:
     Attributes:
         kept: where finished requests are added; None: nobody needs them.
     """
+
+    _copied = ("kept",)
 
     def __init__(self) -> None:
         self.kept: deque[ExchangeRecord] | None = None
@@ -273,7 +280,7 @@ class _Ends(NamedTuple):
     stop: torch.cuda.Event
 
 
-class Stopwatch:
+class Stopwatch(Renewed):
     """Adds up the seconds of consecutive phases.
 
     Attributes:
@@ -281,6 +288,8 @@ class Stopwatch:
             has not reached are kept, even if nobody takes the seconds.
         device: whose time passes.
     """
+
+    _copied = ("timing", "device", "_seconds", "_taken")
 
     def __init__(self) -> None:
         self.timing = False

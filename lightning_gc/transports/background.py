@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_gc.core import Flow
+from lightning_gc.core.copies import Single
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.peer_error import awaiting_peers
 
 _log = logging.getLogger(__name__)
 
 
-class Background:
+class Background(Single):
     """Runs flows one after the other and completes a future for each.
 
     On the host a thread runs them. Callbacks chained on Gloo's own futures would dead-lock with

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, MeanShard, Payload, Reply, Request
+from lightning_gc.core.copies import Missing
 from lightning_gc.core.flow import Arrived
 from lightning_gc.core.message import (
     FORMAT,
@@ -110,6 +111,10 @@ class Distributed(Transport):
         self.workers = dist.get_world_size(group)
         self.sent_bytes = self.node_bytes = 0
         register()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep the counts; the group belongs to this process."""
+        return vars(self) | {"group": Missing("process group")}
 
     def fulfil(self, request: Request) -> Reply:
         """Carry out one request.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.core import Exchange, Mean, Payload, Reply, Request
+from lightning_gc.core.copies import Single
 from lightning_gc.core.digest import check_same, digest
 from lightning_gc.core.message import Message, as_bytes
 from lightning_gc.transports.base import Transport
@@ -26,7 +27,7 @@ class IslandError(PeerError):
     """Another process of this worker has died, hangs or has failed, so this one must end too."""
 
 
-class Island:
+class Island(Single):
     """Processes that train as one worker, such as the GPUs of a node.
 
     Every process holds the worker: the same weights, errors and flows. Rank 0 alone sends to other

@@ -131,7 +131,7 @@ def test_own_buffers_stay_own(found: list[dict[str, Any]]) -> None:
     assert first["trained"][0] == second["trained"][0] != first["trained"][-1]
     for ours, theirs in zip(first["parameters"], second["parameters"], strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    queues = [np.asarray(worker["buffers"][0]) for worker in (first, second)]
+    queues = np.asarray(first["buffers"][0]), np.asarray(second["buffers"][0])
     assert not np.array_equal(*queues)
     for queue in queues:
         np.testing.assert_allclose(np.linalg.norm(queue, axis=1), 1, rtol=1e-5)

@@ -15,6 +15,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_gc.core.copies import Single
 from lightning_gc.lightning.simulation.own_state import is_stream, own_stream
 
 
@@ -60,18 +61,26 @@ class Dealt:
             self._turn(worker)
             iterators.append(iter(loader))
         self._turn(None)
-        return self._interleaved(iterators)
+        return Interleaved(iterators, self._turn)
 
-    def _interleaved(self, iterators: Sequence[Iterator[Any]]) -> Iterator[Any]:
-        end = object()
-        while True:
-            for worker, iterator in enumerate(iterators):
-                self._turn(worker)
-                batch = next(iterator, end)
-                if batch is end:
-                    self._turn(None)
-                    return
-                yield batch
+
+class Interleaved(Single, Iterator[Any]):
+    """Batches of the workers' iterators in turn."""
+
+    def __init__(
+        self, iterators: Sequence[Iterator[Any]], turn: Callable[[int | None], None]
+    ) -> None:
+        self._iterators, self._turn, self._worker = iterators, turn, 0
+
+    def __next__(self) -> Any:
+        self._turn(self._worker)
+        try:
+            batch = next(self._iterators[self._worker])
+        except StopIteration:
+            self._turn(None)
+            raise
+        self._worker = (self._worker + 1) % len(self._iterators)
+        return batch
 
 
 class StatefulDealt(Dealt):

@@ -16,6 +16,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Flow
+from lightning_gc.core.copies import Single
 from lightning_gc.core.saved_state import each_tensor
 from lightning_gc.core.settings import parted, takes_fields
 from lightning_gc.engine import Engine
@@ -189,7 +190,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         clock = SimulatedClock(self.speeds or (1.0,) * self.workers, grace)
         self.clock = None if self.speeds is None else clock
         exchanges = Exchanges(workers, self._ledger, self.root_device, clock)
-        self._replicas = Replicas(module, self.workers, lambda: self.optimizers)
+        self._replicas = Replicas(module, self.workers, self._its_optimizers)
         self._buffers = [WorkerBuffers(module, self.island) for _ in range(self.workers)]
         rounds = []
         for engine, end in zip(self.engines, exchanges.of, strict=True):
@@ -199,7 +200,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
             rounds.append(LocalRounds(*each, clock=time))
         self._keep(rounds)
         if self._replay is not None:
-            self._replay.begin(rounds, self.engines, exchanges, lambda: self.optimizers)
+            self._replay.begin(rounds, self.engines, exchanges, self._its_optimizers)
 
     def _start_alike(self) -> None:
         self._replicas.share()
@@ -394,7 +395,7 @@ class _Once:
         return self.result
 
 
-class Exchanges:
+class Exchanges(Single):
     """Carries out what simulated workers exchange, in memory, in the thread that first waits.
 
     Args:
@@ -467,7 +468,7 @@ class Sent:
         self.future: torch.futures.Future[Tensor] = torch.futures.Future()
 
 
-class End:
+class End(Single):
     """One simulated worker's end of the exchanges."""
 
     def __init__(self, exchanges: Exchanges, engine: Engine) -> None:
@@ -638,11 +639,7 @@ class Replicas:
     ) -> None:
         self._module = module
         self._params = list(module.parameters())
-
-        def parts() -> list[torch.optim.Optimizer]:
-            return [part for each in optimizers() for part in with_held(each)]
-
-        self._optimizers = parts
+        self._find = optimizers
         here = {name: each.data for name, each in self._tensors().items()}
         others = ({n: each.clone() for n, each in here.items()} for _ in range(1, workers))
         self._own = [here, *others]
@@ -668,6 +665,9 @@ class Replicas:
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.state = state
         self.present = worker
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [part for each in self._find() for part in with_held(each)]
 
     def share(self) -> None:
         """Give all workers copies of the weights and buffers of the one that is present."""

@@ -247,6 +247,9 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     _process: int | None = None
     _after_step = False
     settings: OwnState
+    _held: list[Holder]
+    _of_fit = CompressedStrategy._of_fit | {"_batch_ends", "_held", "_state"}
+    _frozen: dict[str, torch.Tensor]
 
     def _configure_workers(
         self,
@@ -347,6 +350,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             self._state, self.settings = self._own_states()
             self._reset_seed()  # as Lightning does in each process, after ``seed_everything``
             # Before any hook reads the number of steps, which loads the data and counts it.
+            if self._units is not None:  # a copy's, of the fit that it was made in
+                self._units.restore()
             self._units = MicroBatches(self._processes, trainer)
         super().setup_environment()
 
@@ -394,9 +399,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
 
         A turn begins when a batch is fetched, and ends before the optimizer's step.
         """
-        if self._processes == 1 or not self._training():
+        if self._processes == 1 or self._state is None or not self._training():
             return
-        assert self._state is not None
         self._state.enter(process)
         self.settings.enter(None if process is None else process // self.island)
         self._process = process
@@ -412,10 +416,9 @@ class SimulatedWorkers(Communication, CompressedStrategy):
 
     def _own_states(self) -> tuple[OwnState, OwnState]:
         """Return what each process has of its own, and what each worker's optimizers have."""
-        module = self.lightning_module
-        held: list[Holder] = []
-        frozen: dict[str, torch.Tensor] = {}
+        self._held, self._frozen = [], {}
         says = (self._say_differing, self._say_large)
+<<<<<<< HEAD
 
         def scope() -> Scope:
             weights = (each for name, each in module.named_parameters() if name not in frozen)
@@ -439,10 +442,32 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             parts = [part for each in self.optimizers for part in with_held(each)]
             return optimizer_holders(parts), scope()
 
+=======
+>>>>>>> hosts
         return (
-            OwnState(self._processes, holders, *says),
-            OwnState(self.workers, settings, self._differing_settings, self._say_large),
+            OwnState(self._processes, self._holders, *says),
+            OwnState(self.workers, self._optimizers_held, self._differing_settings, says[1]),
         )
+
+    def _scope(self) -> Scope:
+        module = self.lightning_module
+        weights = (each for name, each in module.named_parameters() if name not in self._frozen)
+        return Scope(chain(weights, module.buffers()), module.modules())
+
+    def _holders(self) -> tuple[list[Holder], Scope]:
+        held, frozen = self._held, self._frozen
+        if not held:  # optimizers and schedulers exist now
+            frozen.update(self._moved_by_hand())
+            sizes = [sum(each.nbytes for each in some) for some in (frozen.values(), self.names)]
+            large = 0 if sizes[0] > _MANY_TIMES * sizes[1] else math.inf
+            held.extend(module_holders(self.lightning_module))
+            held.append(random_holder(self.root_device))
+            held.append(Holder("the parameters", dict(frozen), large=large))
+        return held, self._scope()
+
+    def _optimizers_held(self) -> tuple[list[Holder], Scope]:
+        parts = [part for each in self.optimizers for part in with_held(each)]
+        return optimizer_holders(parts), self._scope()
 
     def _differing_settings(self, label: str, name: str) -> None:
         self._say_differing(label, name)
