@@ -356,21 +356,9 @@ class LocalRounds:
         self.names = names
         params = {name: param for param, name in names.items()}
 
-<<<<<<< HEAD
-        def buffers() -> dict[str, Tensor]:
-            return {plain_name(name): buffer for name, buffer in module.named_buffers()}
-
-        def untrained() -> dict[str, Tensor]:
-            reshard(module)
-            every = module.named_parameters()
-            return {plain_name(n): local_part(p) for n, p in every if p not in names}
-
-        given = module, params, buffers, untrained
-        self.weights = CommonWeights(*given, plan.fragments, plan.outer, plan.own_buffers)
-=======
         find = partial(_buffers, module), partial(_untrained, module, names)
-        self.weights = CommonWeights(module, params, *find, plan.fragments, plan.outer)
->>>>>>> hosts
+        given = module, params, *find, plan.fragments
+        self.weights = CommonWeights(*given, plan.outer, plan.own_buffers)
         self.share = Share(
             plan.unequal or EQUAL,
             plan.outer,

@@ -13,12 +13,8 @@ import torch
 
 from lightning_gc.controllers.exchange_record import ExchangeRecord
 from lightning_gc.core import Flow
-<<<<<<< HEAD
-from lightning_gc.core.flow import resume, undisturbed
-=======
 from lightning_gc.core.copies import Renewed
-from lightning_gc.core.flow import resume
->>>>>>> hosts
+from lightning_gc.core.flow import resume, undisturbed
 from lightning_gc.transports.base import Transport
 from lightning_gc.transports.network_model import messages_sent
 

@@ -470,11 +470,7 @@ def is_users(callback: Any) -> bool:
     return all(kind.__name__ == "Callback" for kind in kinds)
 
 
-<<<<<<< HEAD
-_OPTIMIZER = frozenset(vars(torch.optim.SGD([nn.Parameter()], lr=0.1))) - {"defaults"}
-=======
-_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) - {"defaults"} | {"step"}
->>>>>>> hosts
+_OPTIMIZER = frozenset(vars(torch.optim.SGD([nn.Parameter()], lr=0.1))) - {"defaults"} | {"step"}
 
 
 def optimizer_holders(parts: list[Any]) -> list[Holder]:

@@ -248,7 +248,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     _after_step = False
     settings: OwnState
     _held: list[Holder]
-    _of_fit = CompressedStrategy._of_fit | {"_batch_ends", "_held", "_state"}
+    _of_fit = CompressedStrategy._of_fit | {"_hooks", "_held", "_state"}
     _frozen: dict[str, torch.Tensor]
 
     def _configure_workers(
@@ -418,32 +418,6 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         """Return what each process has of its own, and what each worker's optimizers have."""
         self._held, self._frozen = [], {}
         says = (self._say_differing, self._say_large)
-<<<<<<< HEAD
-
-        def scope() -> Scope:
-            weights = (each for name, each in module.named_parameters() if name not in frozen)
-            return Scope(chain(weights, module.buffers()), module.modules())
-
-        def holders() -> tuple[list[Holder], Scope]:
-            if not self.optimizers:  # data are asked for early, as for the number of steps
-                return [random_holder(self.root_device)], scope()
-            if not held:
-                frozen.update(self._moved_by_hand())
-                sizes = [
-                    sum(each.nbytes for each in some) for some in (frozen.values(), self.names)
-                ]
-                large = 0 if sizes[0] > _MANY_TIMES * sizes[1] else math.inf
-                held.extend(module_holders(module))
-                held.append(random_holder(self.root_device))
-                held.append(Holder("the parameters", dict(frozen), large=large))
-            return held, scope()
-
-        def settings() -> tuple[list[Holder], Scope]:
-            parts = [part for each in self.optimizers for part in with_held(each)]
-            return optimizer_holders(parts), scope()
-
-=======
->>>>>>> hosts
         return (
             OwnState(self._processes, self._holders, *says),
             OwnState(self.workers, self._optimizers_held, self._differing_settings, says[1]),
@@ -456,7 +430,9 @@ class SimulatedWorkers(Communication, CompressedStrategy):
 
     def _holders(self) -> tuple[list[Holder], Scope]:
         held, frozen = self._held, self._frozen
-        if not held:  # optimizers and schedulers exist now
+        if not self.optimizers:  # data are asked for early, as for the number of steps
+            return [random_holder(self.root_device)], self._scope()
+        if not held:
             frozen.update(self._moved_by_hand())
             sizes = [sum(each.nbytes for each in some) for some in (frozen.values(), self.names)]
             large = 0 if sizes[0] > _MANY_TIMES * sizes[1] else math.inf
