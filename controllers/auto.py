@@ -213,12 +213,12 @@ class Auto(Controller):
     def resuming(
         self, state: State, workers: int, optimizers: tuple[str, ...]
     ) -> tuple[State, str]:
-        before, now = state.get("among") or [workers, [*optimizers]], [workers, [*optimizers]]
+        workers_before, before = state.get("among") or (workers, [*optimizers])
         kept = {name: state[name] for name in ("seconds", "spent")}
-        if before[0] != workers:
-            why = f"there were {before[0]} workers, and now {workers}"
-        elif before != now:
-            why = f"optimizers were {', '.join(before[1])}, and now {', '.join(now[1])}"
+        if workers_before != workers:
+            why = f"there were {workers_before} workers, and now {workers}"
+        elif before != [*optimizers]:
+            why = f"optimizers were {', '.join(before)}, and now {', '.join(optimizers)}"
         else:
             found = "" if state["took"] else ", and no method is chosen yet"
             return state, f"auto: resumed with {state['name']}{found}."
