@@ -211,7 +211,8 @@ class Auto(Controller):
     def resuming(
         self, state: State, workers: int, optimizers: tuple[str, ...]
     ) -> tuple[State, str]:
-        before, now = state.get("among") or [workers, [*optimizers]], [workers, [*optimizers]]
+        now: list[Any] = [workers, [*optimizers]]
+        before = state.get("among") or now  # absent in older checkpoints
         kept = {name: state[name] for name in ("seconds", "spent")}
         if before[0] != workers:
             why = f"there were {before[0]} workers, and now {workers}"
