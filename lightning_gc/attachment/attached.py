@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 
 from lightning_gc.checkpoint import memory_store
 from lightning_gc.checkpoint.worker_state import CheckpointParts
+from lightning_gc.compressors.wrappers.size_switch import leaves_out_all
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.core.copies import Single
@@ -333,7 +334,7 @@ class Attached(Single):
             raise
 
     def _start(self) -> None:
-        """Start the control loop and warn of one worker; the engines exist."""
+        """Start the control loop; say where nothing is saved; the engines exist."""
         setup, parts = self._setup, self._setup.checkpoint_parts
         if setup.controller is not None and parts.control is None:
             parts.control = ControlLoop(setup.controller, self._workers)
@@ -342,6 +343,13 @@ class Attached(Single):
         weighs = setup.controller is not None and setup.controller.needs.weighed
         if self._workers.first.workers == 1 and self._peers.decides and not weighs:
             self._warn_alone()  # Auto is uncompressed there
+        elif self._peers.decides and leaves_out_all(
+            self._workers.configuration.compressor, self._workers.shapes.values()
+        ):
+            say(
+                "Nothing is compressed: all trained tensors have fewer than min_numel elements or "
+                "one dimension, and are sent uncompressed. min_numel=0 compresses all of them."
+            )
 
     def _warn_alone(self) -> None:
         weights = self._setup.checkpoint_parts.exchanged == "weights"

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_gc.compressors.wrappers.menu import Menu
 from lightning_gc.control.probes import Probes, RatesToCome
+from lightning_gc.control.weighing import UNCOMPRESSED
 from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.controllers.base import State
 from lightning_gc.controllers.trace import append
@@ -133,6 +135,17 @@ class ControlLoop:
         self._resuming = False  # from the checkpoint to the next step
         # Steps of the last decision, of the epoch's first, and of this controller's first.
         self._seen_step = self._epoch_step = self._first_step = self._step
+
+    @property
+    def method(self) -> str:
+        """What works now of a menu, or "uncompressed"; empty for other compressors."""
+        menu = self._workers.configuration.compressor
+        if not isinstance(menu, Menu):
+            return ""
+        level, others = self._workers.first.levels.requested() or (menu.level, {})
+        if others:
+            return "several"
+        return UNCOMPRESSED if level is None else menu.names[menu.at(level).level - 1]
 
     def pause(self) -> None:
         """Note that validation begins, which does not count as part of a step."""

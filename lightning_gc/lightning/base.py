@@ -34,7 +34,7 @@ from lightning_gc.exchange.workers import learning_rates_of
 from lightning_gc.flavours import EitherLightning, package_of
 from lightning_gc.lightning import workarounds
 from lightning_gc.lightning.api import StrategyAPI
-from lightning_gc.lightning.progress import metrics_due, moment_of
+from lightning_gc.lightning.progress import metrics_due, moment_of, show
 from lightning_gc.lightning.workarounds import (
     Joining,
     PeerNaming,
@@ -316,6 +316,8 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
             trainer = self.lightning_module.trainer
             moment = partial(self._moment, trainer, batch_idx)
             self._attached.decide(int(trainer.current_epoch), moment)
+        if self.control_loop is not None and self.control_loop.method:
+            show(trainer, "method", self.control_loop.method)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()

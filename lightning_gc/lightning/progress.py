@@ -30,6 +30,11 @@ def moment_of(trainer: Any, batch: int) -> Moment:
     )
 
 
+def show(trainer: Any, name: str, value: str) -> None:
+    """Show a text beside the metrics of the progress bar, until Lightning resets them."""
+    trainer._logger_connector._progress_bar_metrics[name] = value  # ``log`` takes numbers only
+
+
 def rates_to_come(trainer: Any, batch: int) -> list[float]:
     """Return the learning rate of every optimizer step from the next to the run's last."""
     total, per_epoch = steps_of(trainer), _steps_per_epoch(trainer)

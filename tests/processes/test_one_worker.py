@@ -50,7 +50,7 @@ def attached(compressor: Compressor) -> bool:
     return held
 
 
-def train(rank: int, kind: str, compressor: Compressor) -> tuple[bool, list[str]]:
+def train(rank: int, kind: str, compressor: Any) -> tuple[bool, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         match kind:
@@ -86,6 +86,12 @@ def test_it_compresses_and_warns_once(kind: str, said: str) -> None:
     assert held
     (warning,) = (each for each in found if SAVES_NOTHING in each)
     assert said in warning
+
+
+def test_auto_is_uncompressed_there_and_does_not_warn() -> None:
+    ((held, found),) = run_in_processes(train, 1, "simulated", "auto")
+    assert not held
+    assert not [each for each in found if SAVES_NOTHING in each]
 
 
 @pytest.mark.parametrize("kind", ["DDP", "HSDP"])

@@ -129,6 +129,18 @@ def test_the_namespace_is_whole() -> None:
     assert not hasattr(lightning_gc, "TopKK")
 
 
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("CompressedGradients", "lightning_gc.huggingface"),
+        ("CompressedRayStrategy", "lightning_gc.lightning.for_ray"),
+    ],
+)
+def test_names_that_need_other_packages_are_found(name: str, home: str) -> None:
+    with pytest.raises(ImportError, match=f"did you mean `from {home} import {name}`"):
+        exec(f"from lightning_gc import {name}", {})
+
+
 def test_names_for_authors_are_not_at_the_top_and_the_error_says_where() -> None:
     for room in (lightning_gc.compressors, lightning_gc.memories, lightning_gc.schemes):
         for name in set(room.__all__) - set(lightning_gc.__all__):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -66,6 +67,16 @@ class SizeSwitch(Wrapper):
     def compresses(self, shape: tuple[int, ...]) -> bool:
         large = math.prod(shape) >= self.min_numel and len(shape) >= self.min_dims
         return large and self.inner.compresses(shape)
+
+
+def leaves_out_all(compressor: Compressor, shapes: Collection[tuple[int, ...]]) -> bool:
+    """Return whether only the limits of a ``SizeSwitch`` keep all tensors from being compressed."""
+    while isinstance(compressor, Menu | Wrapper):
+        if isinstance(compressor, SizeSwitch):
+            could = any(map(compressor.inner.compresses, shapes))
+            return could and not any(map(compressor.compresses, shapes))
+        compressor = compressor.chosen if isinstance(compressor, Menu) else compressor.inner
+    return False
 
 
 def for_shards(compressor: Compressor, shards: int) -> Compressor:
