@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_gc.core import Flow
 from lightning_gc.exchange.kernel_compilation import compile_kernels
@@ -23,7 +22,13 @@ from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.transports.accounting import Mark, Recording, mark
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.base import Transport
-from lightning_gc.transports.distributed import EXCHANGE, Distributed, gather_text, own_group
+from lightning_gc.transports.distributed import (
+    EXCHANGE,
+    Distributed,
+    gather_text,
+    own_group,
+    set_timeout,
+)
 from lightning_gc.transports.island import ALONE, Island
 from lightning_gc.transports.peer_error import awaiting_peers
 
@@ -100,7 +105,7 @@ class Synchronizer:
             leave(self._group, failed=True)
             raise
         if hurried and timeout is not None:
-            _set_pg_timeout(timeout, self._group)
+            set_timeout(timeout, self._group)
         # Verified messages are compared on the host, and an island hears them there.
         on_host = bool(verify) or island.size > 1
         waits = on_host or workers.configuration.waits(dist.get_world_size(self._group))
