@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_gc.core import Flow
 from lightning_gc.core.copies import Single
@@ -25,7 +24,13 @@ from lightning_gc.kernels import dispatch
 from lightning_gc.transports.accounting import Mark, Recording, mark
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.base import Layouts, Transport
-from lightning_gc.transports.distributed import EXCHANGE, Distributed, gather_text, own_group
+from lightning_gc.transports.distributed import (
+    EXCHANGE,
+    Distributed,
+    gather_text,
+    own_group,
+    set_timeout,
+)
 from lightning_gc.transports.island import ALONE, Island
 from lightning_gc.transports.peer_error import awaiting_peers
 
@@ -105,7 +110,7 @@ class Synchronizer(Single):
             leave(self._group, failed=True)
             raise
         if hurried and timeout is not None:
-            _set_pg_timeout(timeout, self._group)
+            set_timeout(timeout, self._group)
         # Verified messages are compared on the host, and an island hears them there.
         on_host = bool(verify) or island.size > 1
         waits = on_host or workers.configuration.waits(dist.get_world_size(self._group))

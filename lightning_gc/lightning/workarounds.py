@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_gc.core.notices import waiting
 from lightning_gc.exchange import JOINING
 from lightning_gc.flavours import package_of, refuse_other_package
 from lightning_gc.lightning.api import StrategyAPI
+from lightning_gc.transports.distributed import set_timeout
 from lightning_gc.transports.interfaces import named_interface
 from lightning_gc.transports.peer_error import (
     awaiting_peers,
@@ -221,7 +221,7 @@ class Joining(StrategyAPI):
         finally:
             self._timeout = timeout
         if hurried and timeout is not None:
-            _set_pg_timeout(timeout)
+            set_timeout(timeout)
 
     def _name_interface(self) -> None:
         """Until ``teardown``, let Gloo use the interface that leads to worker 0."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from lightning_gc.core import Exchange, Gather, Limits, Mean, MeanShard, Payload, Reply, Request
 from lightning_gc.core.copies import Missing
@@ -327,6 +328,12 @@ def _unpacked(layouts: Sequence[Message], rows: Sequence[Tensor]) -> Reply:
 
 MAX_TEXT = 1 << 24
 """Maximal bytes of a text sent between workers."""
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Set the timeout of a process group's next operations."""
+    public = getattr(dist, "set_timeout", None)  # since 2.14; the private name warns there
+    (public or distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 def own_group(

@@ -1,6 +1,7 @@
 """Transports survive any bytes and any lengths that arrive."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from lightning_gc.core.flow import Exchange, Gather, MeanShard, Reply, Request, join
 from lightning_gc.core.message import Message, as_bytes, joined, reserve
@@ -16,7 +18,12 @@ from lightning_gc.exchange.peers import ShardParts
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.transports import Simulated, Transport
 from lightning_gc.transports.base import Checksummed, check_lengths, laid_out, lengths_of
-from lightning_gc.transports.distributed import MAX_TEXT, broadcast_text, gather_text
+from lightning_gc.transports.distributed import (
+    MAX_TEXT,
+    broadcast_text,
+    gather_text,
+    set_timeout,
+)
 from lightning_gc.transports.peer_error import MessageError, PeerError
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -263,3 +270,17 @@ def test_only_neighbours_are_joined_without_a_copy() -> None:
     flat = torch.zeros(8)
     for apart in ([flat[:2], flat[3:5]], [flat[4:], flat[:4]], [flat[:2], torch.zeros(2)]):
         assert joined(apart).data_ptr() != apart[0].data_ptr()
+
+
+@pytest.mark.parametrize("public", [True, False], ids=["2.14", "before"])
+def test_a_timeout_is_set_by_the_public_name_where_there_is_one(
+    public: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From torch 2.14 on the private name warns, and later versions may lack it."""
+    calls = list[tuple[str, timedelta]]()
+    monkeypatch.delattr(dist, "set_timeout", raising=False)
+    monkeypatch.delattr(distributed_c10d, "_set_pg_timeout", raising=False)
+    home, name = (dist, "set_timeout") if public else (distributed_c10d, "_set_pg_timeout")
+    monkeypatch.setattr(home, name, lambda t, group: calls.append((name, t)), raising=False)
+    set_timeout(timedelta(seconds=5))
+    assert calls == [(name, timedelta(seconds=5))]
