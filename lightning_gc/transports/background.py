@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.core import Flow
+from lightning_gc.core.flow import undisturbed
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.peer_error import awaiting_peers
 
@@ -124,7 +125,7 @@ class Background:
     def _run_here(self, run: Callable[[], None]) -> None:
         """Run a flow in this thread, on the flows' stream."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(undisturbed())
             try:
                 stack.enter_context(torch.cuda.stream(self._stream))
             except Exception as error:  # of a device that has failed

@@ -249,7 +249,7 @@ REFUSED = {
     "a timeout": "init_process_group(timeout=...)",
     "weights of replicas": "was called on without replicas",
     "levels of replicas": "was called on without replicas",
-    "no learning rates": "weights_controller=Fixed(level=8)): a controller sees the learning rates",
+    "no learning rates": "weights_controller=Fixed(8)): a controller sees the learning rates",
     "two meshes": "give fully_shard one mesh for all",
     "trained outside": "trains 0.weight, 0.bias outside of all",
     "a loss scaler": "need no loss scaling",
