@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_gc.compressors import COMPRESSORS, Collective, Compressor
 from lightning_gc.compressors.wrappers.per_parameter import forget_plans, layerwise
 from lightning_gc.core import Exchange, Flow, Gather, Mean, MeanShard, Request
-from lightning_gc.core.flow import Limits, resume
+from lightning_gc.core.flow import Limits, resume, undisturbed
 from lightning_gc.core.message import FORMAT, Message
 from lightning_gc.core.registry import make
 from lightning_gc.core.saved_state import TEXT, Record
@@ -112,7 +112,7 @@ class Sender:
         sent: list[bytes] = []
         lengths: list[list[int]] = []
         engine, step = self._engine, self._engine.step
-        with torch.no_grad():
+        with undisturbed():
             flow = engine.flow(flat, shapes)
             request = next(flow, None)
             while request is not None:
@@ -203,7 +203,7 @@ def unpack(
     numel = sum(map(math.prod, shapes.values()))
     flat = torch.zeros(numel, dtype=torch.float32, device="cpu")
     _forget_others(len(data) - len(body))
-    with torch.no_grad():
+    with undisturbed():
         _replay(engine.flow(flat, shapes), _pieces(header.get("lengths")), body)
     pieces = flat.split([math.prod(shape) for shape in shapes.values()])
     return {n: piece.view(s) for (n, s), piece in zip(shapes.items(), pieces, strict=True)}

@@ -23,7 +23,7 @@ from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.kernels import dispatch
 from lightning_gc.transports.accounting import Mark, Recording, mark
 from lightning_gc.transports.background import Background
-from lightning_gc.transports.base import Layouts, Transport
+from lightning_gc.transports.base import Transport
 from lightning_gc.transports.distributed import (
     EXCHANGE,
     Distributed,
@@ -34,6 +34,7 @@ from lightning_gc.transports.distributed import (
 from lightning_gc.transports.island import ALONE, Island
 from lightning_gc.transports.peer_error import awaiting_peers
 
+_LEVELS = 1000  # buckets times levels that are compared at once; a controller may set any number
 JOINING = timedelta(minutes=1)
 """Least timeout until the first step: workers start, and on CUDA compile, at unlike times."""
 
@@ -116,9 +117,8 @@ class Synchronizer(Single):
         waits = on_host or workers.configuration.waits(dist.get_world_size(self._group))
         queues = waits_for_others(self._group)  # NCCL; a call of Gloo ends when all have called
         self._background = Background(self._recording, device, waits=waits or not queues)
-        # Buckets at levels whose layouts have been compared; None after ``close``.
-        self._known: set[int] | None = set()
-        dispatch.host.rest(1)
+        self._known: set[int] = set()  # buckets at levels whose layouts have been compared
+        dispatch.host.rest(self)
         self._left = False
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
         self._ready: list[Mark] = []  # when they were
@@ -145,10 +145,7 @@ class Synchronizer(Single):
         self._compares = bool(verify) and self._island.size > 1
         shared = self._island.over(transport)
         verified = self._verification
-        used = shared if verified is None else verified.transport(shared)
-        # Devices have the kernels on which workers agreed, and would have to be waited for.
-        self._layouts = Layouts(used) if device.type == "cpu" else None
-        self._recording = Recording(self._layouts or used)
+        self._recording = Recording(shared if verified is None else verified.transport(shared))
         workers.start([self._recording], revocable=revocable)
         workers.run, hosts = _acquainted(workers.run, shared, device)
         workers.on_this_machine = hosts.count(hosts[shared.worker])
@@ -212,11 +209,12 @@ class Synchronizer(Single):
     def _flow(self, grad: Tensor, shapes: Shapes) -> Flow:
         engine = self.workers.first
         flow = self.workers.flow(engine, grad, shapes)
-        if self._layouts is not None and self._known is not None:
-            what = hash((tuple(shapes.items()), engine.compressor))
-            due = what not in self._known or not self.rounds & (self.rounds - 1)
-            self._known.add(what)
-            flow = _compared(flow, self._layouts, shapes) if due else flow
+        if grad.device.type == "cpu":  # devices have the kernels on which workers agreed
+            what = hash((tuple(shapes), engine.levels.compressor))
+            known = what in self._known or len(self._known) > _LEVELS
+            if not known or not self.rounds & (self.rounds - 1):
+                self._known.add(what)
+                flow = self._recording.compared(flow, shapes)
         if self._verification is not None:
             flow = self._verification.watch(flow, grad, shapes, engine.step)
         return self._compared_inside(flow, grad) if self._compares else flow
@@ -266,9 +264,7 @@ class Synchronizer(Single):
             failed: whether this worker stops by its own error, elsewhere.
         """
         stopped = self._background.close()
-        if self._known is not None:
-            self._known = None
-            dispatch.host.rest(-1)
+        dispatch.host.rest(self, ends=True)
         failed = failed or self._background.error is not None or bool(self._round)
         if stopped and not self._left:
             self._left = True
@@ -281,14 +277,6 @@ def _acquainted(run: str, transport: Transport, device: torch.device) -> tuple[s
     texts = gather_text(f"{run} {socket.gethostname()}", transport, device)
     runs, hosts = zip(*(text.split(" ", 1) for text in texts), strict=True)
     return runs[0], list(hosts)
-
-
-def _compared(flow: Flow, layouts: Layouts, names: Iterable[str]) -> Flow:
-    """Take kernels over, and run a flow whose layouts are compared."""
-    dispatch.host.take_over()
-    layouts.names = names
-    yield from flow
-    layouts.names = None
 
 
 _GRACE = 10.0  # seconds

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,7 +81,7 @@ class HostFamilies:
         self._made: dict[str, bool] = {}  # by the thread, and not taken over yet
         self._left: list[str] = []  # to the thread
         self._running = 0  # exchanges
-        self._resting = 0  # users of ``take_over``
+        self._resting = weakref.WeakSet[object]()  # owners of exchanges that call ``take_over``
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -124,10 +125,10 @@ class HostFamilies:
             with self._lock:
                 self._running -= 1
 
-    def rest(self, by: int) -> None:
-        """Let ``steady`` take nothing over, for one more user of ``take_over`` or one fewer."""
+    def rest(self, owner: object, *, ends: bool = False) -> None:
+        """Let ``steady`` take nothing over while ``owner`` lives, or from now on again."""
         with self._lock:
-            self._resting = max(0, self._resting + by)
+            (self._resting.discard if ends else self._resting.add)(owner)
 
     def take_over(self) -> None:
         """Use what has been compiled, unless an exchange runs."""
@@ -159,7 +160,8 @@ class HostFamilies:
         self._lock, self._thread = threading.Lock(), None
         for family in {*self._left, *self._made}:
             del self._works[family]
-        self._left, self._made, self._running, self._resting = [], {}, 0, 0
+        self._left, self._made, self._running = [], {}, 0
+        self._resting = weakref.WeakSet()
 
     def _leave(self, family: str) -> None:
         with self._lock:

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import GroupName, _new_process_group_hel
 from lightning_gc.core import TEXT, WHOLE, Each, Flow, Record
 from lightning_gc.core.copies import Single
 from lightning_gc.core.digest import ReplicaError
+from lightning_gc.core.flow import undisturbed
 from lightning_gc.core.notices import say, waiting
 from lightning_gc.core.saved_state import ERRORS, Tree, each_tensor
 from lightning_gc.engine import Engine
@@ -336,9 +337,11 @@ class Attempt:
             transport.sent_bytes = self._recording.inner.sent_bytes
             self._recording.inner = island.over(transport)
             self._recording.worker, self._recording.workers = rank, size
-            with torch.no_grad():
+            with undisturbed():
                 for each in sent:
                     flow, each.arrived = each.make()
+                    if each.names and self._device.type == "cpu":
+                        flow = self._recording.compared(flow, each.names)
                     self._recording.run(flow, self._device)
             # The rest is in the mark of the next round.
             results = [each.arrived for each in sent if each.names and each.arrived is not None]

@@ -19,6 +19,7 @@ from lightning_gc.compressors.base import Codec, Knob
 from lightning_gc.compressors.joint import limits_of
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core import Bucket, Each, Flow, Payload
+from lightning_gc.core.flow import undisturbed
 from lightning_gc.core.registry import make
 from lightning_gc.core.saved_state import FLOATS, NOTHING
 from lightning_gc.core.settings import Settings
@@ -325,7 +326,7 @@ class UnitGather:
         """Return memory for the output, as FSDP2 itself would get it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    @torch.no_grad()
+    @undisturbed()
     def __call__(
         self,
         output_tensor: Tensor,

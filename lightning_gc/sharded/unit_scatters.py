@@ -18,6 +18,8 @@ from torch import Tensor
 from lightning_gc.compressors.base import Collective, Compressor
 from lightning_gc.compressors.joint import WholeCodec, limits_of, wire_of
 from lightning_gc.core import Bucket, Exchange, Flow, MeanShard, Payload, averaged, together
+from lightning_gc.core.flow import undisturbed
+from lightning_gc.kernels import dispatch
 from lightning_gc.schemes import Scheme
 from lightning_gc.schemes.base import book, toward
 from lightning_gc.sharded.fsdp_units import (
@@ -218,7 +220,8 @@ class UnitScatters:
     Communication pattern:
         One all-to-all for each reduce-scatter of FSDP2, in its order: units as the backward pass
         finishes them. With ``Identity`` it is a reduce-scatter. If ``numbers`` are verified, the
-        unit's number is gathered before it. A unit that no rank has used yet is left out, as FSDP2
+        unit's number is gathered before it. On the host layouts are compared in passes 0, 1, 2, 4,
+        8 and so on, as by ``Synchronizer``. A unit that no rank has used yet is left out, as FSDP2
         leaves it out; one that is reduced twice in a pass draws the same random numbers twice,
         unbiased as ever.
     """
@@ -237,6 +240,8 @@ class UnitScatters:
         self._transport, self._recording = transport, recording
         self._units = [unit for unit in units if unit.columns()]
         self._pass: list[tuple[str, ...]] | None = None  # names in each exchange of this pass
+        self._passes = 0  # that have ended here: as many on all ranks, whatever units they use
+        dispatch.host.rest(self)
         for unit in self._units:
             exchange = partial(self._exchange, unit.name)
             unit.scatter_by(UnitScatter(unit, workers.names, exchange))
@@ -253,11 +258,14 @@ class UnitScatters:
         # FSDP2's, which may be another one than the mesh's: `set_separate_reduce_scatter_group`.
         self._transport.group = group
         flow = self._workers.flow(self._workers.first, grad, shapes)
+        if grad.device.type == "cpu" and not self._passes & (self._passes - 1):
+            flow = self._recording.compared(flow, shapes)
         self._recording.run(self._numbers.around(name, flow, grad.device), grad.device)
 
     def _finish(self) -> None:
         """End a pass, and with it a round: the next one has other random numbers."""
         layout, self._pass = self._pass or [], None
+        self._passes += 1
         self._workers.end_round(layout)
 
     def refuse_interrupted(self) -> None:
@@ -269,6 +277,7 @@ class UnitScatters:
 
     def close(self) -> None:
         """Let FSDP2 do its own reduce-scatters again."""
+        dispatch.host.rest(self, ends=True)
         for unit in self._units:
             unit.scatter_itself()
 
@@ -310,7 +319,7 @@ class UnitScatter:
         """Return memory for input or output, as FSDP2 itself would get it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    @torch.no_grad()
+    @undisturbed()
     def __call__(
         self,
         output_tensor: Tensor,

@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 
 from lightning_gc.controllers.exchange_record import ExchangeRecord
-from lightning_gc.core import Flow
+from lightning_gc.core import Flow, Request
 from lightning_gc.core.copies import Renewed
-from lightning_gc.core.flow import resume, undisturbed
-from lightning_gc.transports.base import Transport
+from lightning_gc.core.flow import resume
+from lightning_gc.kernels import dispatch
+from lightning_gc.transports.base import Transport, same_layout
 from lightning_gc.transports.network_model import messages_sent
 
 KEPT = 64
@@ -98,10 +99,12 @@ class Recording:
         self._requests = LatestRequests()
         self._watch = Stopwatch()
         self._taken = (inner.sent_bytes, inner.node_bytes)
+        self._compares: Iterable[str] | None = None  # the parameters whose requests are compared
+        self._apart = (0, 0)  # bytes of comparisons, as ``_taken``
 
     @property
     def sent_bytes(self) -> int:
-        return self.inner.sent_bytes
+        return self.inner.sent_bytes - self._apart[0]
 
     @property
     def exchanges(self) -> deque[ExchangeRecord] | None:
@@ -120,12 +123,43 @@ class Recording:
     def timing(self, on: bool) -> None:
         self._watch.timing = on
 
-    @undisturbed()
+    def compared(self, flow: Flow, names: Iterable[str]) -> Flow:
+        """Return ``flow`` for ``run``, with all workers' layouts compared before they are sent.
+
+        It begins by taking over kernels. Bytes of comparisons are not counted.
+
+        Args:
+            flow: on the host; every worker compares, or none does.
+            names: of the bucket's parameters.
+
+        Raises:
+            ReplicaError: on all workers; it names those that differ from worker 0, and the field.
+        """
+        dispatch.host.take_over()
+        self._compares = names
+        try:
+            yield from flow
+        finally:
+            self._compares = None
+
+    def _compare(self, request: Request, names: Iterable[str]) -> None:
+        before, comparing = (
+            (self.inner.sent_bytes, self.inner.node_bytes),
+            same_layout(request, names),
+        )
+        asked = next(comparing, None)
+        while asked is not None:
+            asked = resume(comparing, self.inner.fulfil(asked))
+        sent, within = self.inner.sent_bytes - before[0], self.inner.node_bytes - before[1]
+        self._apart = self._apart[0] + sent, self._apart[1] + within
+
     def run(self, flow: Flow, device: torch.device) -> None:
         self._watch.start(device)
         phase, request = COMPRESS, next(flow, None)
         while request is not None:
             self._watch.lap(phase)
+            if self._compares is not None:
+                self._compare(request, self._compares)
             before, began = self.inner.sent_bytes, self._requests.begin(device)
             reply = self.inner.fulfil(request)
             if began is not None:
@@ -139,8 +173,9 @@ class Recording:
         return self._watch.totals()
 
     def take(self) -> Account:
-        before, self._taken = self._taken, (self.inner.sent_bytes, self.inner.node_bytes)
-        sent, within = (now - then for now, then in zip(self._taken, before, strict=True))
+        now = self.inner.sent_bytes - self._apart[0], self.inner.node_bytes - self._apart[1]
+        sent, within = (here - then for here, then in zip(now, self._taken, strict=True))
+        self._taken = now
         return Account(sent, node_bytes=within, seconds=self._watch.take())
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_gc.core import Flow
 from lightning_gc.core.copies import Single
+from lightning_gc.core.flow import undisturbed
 from lightning_gc.transports.accounting import Recording
 from lightning_gc.transports.peer_error import awaiting_peers
 
@@ -125,7 +126,7 @@ class Background(Single):
     def _run_here(self, run: Callable[[], None]) -> None:
         """Run a flow in this thread, on the flows' stream."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(undisturbed())
             try:
                 stack.enter_context(torch.cuda.stream(self._stream))
             except Exception as error:  # of a device that has failed

@@ -23,7 +23,7 @@ from lightning_gc.core import (
     averaged,
 )
 from lightning_gc.core.digest import ReplicaError, digest
-from lightning_gc.core.flow import described, resume
+from lightning_gc.core.flow import described
 from lightning_gc.core.message import Message
 from lightning_gc.transports.peer_error import MessageError
 
@@ -111,47 +111,6 @@ def check_lengths(lengths: Sequence[int], own: Payload, limits: Limits, sender: 
             )
 
 
-class Layouts(Transport):
-    """Transport that compares what workers ask for, before they send it, while ``names`` is set.
-
-    Args:
-        inner: the transport that communicates, on the host.
-
-    Attributes:
-        names: of the parameters whose exchange is compared; None: none is.
-
-    Communication pattern:
-        One all-gather of 8 bytes before each request that is compared, which is not counted. If
-        layouts differ, another one of their texts.
-
-    Raises:
-        ReplicaError: on all workers; it names those that differ from worker 0, and the field.
-    """
-
-    def __init__(self, inner: Transport) -> None:
-        self.inner = inner
-        self.worker, self.workers = inner.worker, inner.workers
-        self.names: Iterable[str] | None = None
-        self._own = 0  # bytes
-
-    @property
-    def sent_bytes(self) -> int:  # type: ignore[override]
-        return self.inner.sent_bytes - self._own
-
-    @property
-    def node_bytes(self) -> int:  # type: ignore[override]
-        return self.inner.node_bytes
-
-    def fulfil(self, request: Request) -> Reply:
-        if self.names is not None:
-            before, comparing = self.inner.sent_bytes, same_layout(request, self.names)
-            asked: Request | None = next(comparing)
-            while asked is not None:
-                asked = resume(comparing, self.inner.fulfil(asked))
-            self._own += self.inner.sent_bytes - before
-        return self.inner.fulfil(request)
-
-
 _LETTERS = 1 << 24  # of the text of a request, at most
 
 
@@ -161,6 +120,9 @@ def same_layout(request: Request, names: Iterable[str]) -> Flow:
     Args:
         request: this worker's.
         names: of the bucket's parameters.
+
+    Communication pattern:
+        One all-gather of 8 bytes. If layouts differ, another one of their texts.
     """
     text = described(request).encode()
     own = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)

@@ -1,7 +1,6 @@
 """What ``attach`` is given: no optimizers, other wrappers, static graphs; what ends peers."""
 
 import os
-import re
 from datetime import timedelta
 from typing import Any
 
@@ -207,7 +206,7 @@ def test_a_failed_exchange_ends_the_next_forward_pass_before_its_collectives() -
     """Else this worker would wait in the broadcast of buffers for peers that wait for it."""
     peer, own = run_in_processes(failing, 2, timeout=30)
     assert own.startswith("AttributeError")
-    assert re.match(r"PeerError: Worker 0: all-(gather|reduce) with worker 1 failed", peer), peer
+    assert peer.startswith("PeerError: Worker 0: all-gather with worker 1 failed")
     assert "a loss that reaches no parameter" in peer
 
 
