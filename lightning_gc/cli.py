@@ -211,19 +211,18 @@ def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], metho
     )
     add("--workers", type=int, metavar="W", help="predict for W workers, without measuring methods")
     add("--link", metavar="RATE", help="predict for 1gbit, 100mbit, ..., without measuring methods")
+    add("--methods", nargs="+", metavar="NAME", help=methods + fields % seven)
     group = advise.add_argument_group("with a file")
     add = group.add_argument
-    add("--methods", nargs="+", metavar="NAME", help=methods + fields % seven)
     add(
         "--budget-seconds",
         type=float,
-        default=120,
-        help="seconds in total (default: %(default)s)",
+        help="seconds in total (default: 120)",
     )
     add("--predict-only", action="store_true", help="predict for these machines, without a verdict")
-    add("--timeout", type=float, default=120, help="seconds of a collective (default: %(default)s)")
+    add("--timeout", type=float, help="seconds of a collective (default: 120)")
     add("--find-unused-parameters", action="store_true", help="set it for all methods, as for DDP")
-    add("--out", type=_folder, default=Path("runs", "advice"), help="folder (default: %(default)s)")
+    add("--out", type=_folder, help=f"folder (default: {Path('runs', 'advice')})")
     group = advise.add_argument_group("without a file")
     add = group.add_argument
     add("--params", metavar="N", help="number of parameters, such as 124M or 1.1B")
@@ -346,7 +345,13 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _advise(options: argparse.Namespace) -> int:
+    measured = {"--budget-seconds": options.budget_seconds, "--timeout": options.timeout}
+    measured |= {"--out": options.out, "--predict-only": options.predict_only or None}
+    measured |= {"--find-unused-parameters": options.find_unused_parameters or None}
+    told = {"--params": options.params, "--model": options.model, "--step-ms": options.step_ms}
+    told |= {"--latency-us": options.latency_us, "--gpu": options.gpu or None}
     if options.config is None:
+        _refuse_given(measured, "is for a measurement, which needs a file such as train.yaml")
         from lightning_gc.advice.description import described
 
         case = described(options)
@@ -354,20 +359,25 @@ def _advise(options: argparse.Namespace) -> int:
 
         what_if.run(case, options.model)
         return OK
-    given = {"--params": options.params, "--model": options.model, "--step-ms": options.step_ms}
-    given |= {"--latency-us": options.latency_us, "--gpu": options.gpu or None}
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} describes a training without a file. Leave out one of the two."
-            )
+    _refuse_given(told, "describes a training without a file. Leave out one of the two")
     from lightning_gc.methods.sections import read_known
 
     read_known(options.config, ("model",))
     from lightning_gc.advice.advising import run
 
+    for name, default in (("budget_seconds", 120.0), ("timeout", 120.0)):
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    options.out = options.out or Path("runs", "advice")
     run(options)
     return OK
+
+
+def _refuse_given(given: Mapping[str, object], why: str) -> None:
+    """Raise ValueError if an option is given that the request does not use."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} {why}.")
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -13,6 +13,18 @@ from lightning_gc.transports.network_model import rate
 
 Shapes = dict[str, tuple[int, ...]]
 """Name -> shape of each parameter."""
+SIXTEEN = "cast"
+"""The method of 16 bits, which is always compared."""
+METHODS = (
+    SIXTEEN,
+    "qsgd",
+    "topk",
+    "topk:value_dtype=bfloat16",
+    "topk:value_dtype=bfloat16,scheme=sparse_reduce",
+    "topk:value_dtype=bfloat16,scheme=two_shot",
+    "powersgd:rank=2",
+)
+"""Candidates if the caller names none."""
 EXAMPLE = "lightning-gc advise --params 124M --step-ms 45 --link 1gbit --workers 4"
 LATENCY_US = 50.0
 """Microseconds of a message, if the user gives none: a switched Ethernet."""
@@ -90,6 +102,7 @@ class Description:
         latency_us: of one message, in microseconds.
         gpu: take the costs of compression on a GPU.
         overlap: whether the exchange may overlap with the backward pass.
+        chosen: methods to predict; empty: all with shipped costs.
     """
 
     shapes: Shapes
@@ -99,6 +112,7 @@ class Description:
     latency_us: float = LATENCY_US
     gpu: bool = False
     overlap: bool = True
+    chosen: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -124,6 +138,13 @@ def described(options: argparse.Namespace) -> Description:
             f"advise needs a file such as train.yaml, or a description of the training. The "
             f"description lacks {', '.join(missing)}. Write, for example, {EXAMPLE}."
         )
+    chosen = tuple(options.methods or ())
+    for name in chosen:
+        if name not in METHODS:
+            raise ValueError(
+                f"--methods {name}: it has no shipped costs{did_you_mean(name, METHODS)}. Choose "
+                f"from {', '.join(METHODS)}, or measure it with a file such as train.yaml."
+            )
     if options.params and options.model:
         raise ValueError("Give --params or --model, not both.")
     latency = LATENCY_US if options.latency_us is None else options.latency_us
@@ -134,11 +155,12 @@ def described(options: argparse.Namespace) -> Description:
         raise ValueError(f"--workers {options.workers}: at least 2 exchange gradients.")
     return Description(
         square(parameters(options.params)) if options.params else shapes_of(options.model),
-        options.step_ms * 1e-3,
-        options.workers,
-        rate(options.link, "--link "),
-        latency,
-        options.gpu,
+        step=options.step_ms * 1e-3,
+        workers=options.workers,
+        gbps=rate(options.link, "--link "),
+        latency_us=latency,
+        gpu=options.gpu,
+        chosen=chosen,
     )
 
 

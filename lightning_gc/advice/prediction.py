@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from lightning_gc.advice.alpha_beta import HasSeconds, dense, exchange
 from lightning_gc.advice.costs import Costs, bucket_trace, work
+from lightning_gc.advice.description import METHODS as METHODS
+from lightning_gc.advice.description import SIXTEEN as SIXTEEN
 from lightning_gc.advice.traces import Asked, Trace, sent, volume
 from lightning_gc.exchange.bucketing import Layout, caps, layout
 from lightning_gc.exchange.timeline import (
@@ -22,18 +24,6 @@ EVERY = (8, 32)
 """H of local steps."""
 WHOLE = "Identity()"
 """Name of the method that sends everything uncompressed."""
-SIXTEEN = "cast"
-"""The method of 16 bits, which is always compared."""
-METHODS = (
-    SIXTEEN,
-    "qsgd",
-    "topk",
-    "topk:value_dtype=bfloat16",
-    "topk:value_dtype=bfloat16,scheme=sparse_reduce",
-    "topk:value_dtype=bfloat16,scheme=two_shot",
-    "powersgd:rank=2",
-)
-"""Candidates if the caller names none."""
 WORTH = 0.05
 """Minimum relative gain of a plan over compressing everything; predictions are not more precise."""
 

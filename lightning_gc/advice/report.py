@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ def table(
     by_method = {row.method: row for row in reversed(rows) if row.every > 1}
     local = sorted(by_method.values(), key=lambda row: row.seconds)[:LOCAL_SHOWN]
     predicted = {row.name: row.seconds for row in rows}
+    written: Callable[[float], str] = "{:.4f}".format if measured else rough
     cells = []
     for name, seen in sorted(measured.items(), key=lambda item: float(item[1]["seconds"])):
         spread = f"{seen['seconds']:.4f} ({seen['low']:.4f}-{seen['high']:.4f})"
@@ -56,7 +57,7 @@ def table(
         cells.append([name, spread, speed, human_bytes(seen["bytes"]), foretold])
     for row in (*others, *local):
         speed = f"{dense.seconds / row.seconds:.2f}"
-        cells.append([row.name, "", speed, human_bytes(row.nbytes), f"{row.seconds:.4f}"])
+        cells.append([row.name, "", speed, human_bytes(row.nbytes), written(row.seconds)])
     columns = ["method", "s per step", "speed relative to DDP", "bytes per step", "s predicted"]
     if not measured:
         columns = [columns[0], columns[4], *columns[2:4]]
@@ -220,7 +221,18 @@ class Verdict:
         return f"Do nothing: {self.reason}" if self.certain else f"No verdict: {self.reason}"
 
 
-def judge(rows: Measured, dense: str, sixteen: str, limit: float) -> Verdict:
+def rough(number: float) -> str:
+    """Return two significant digits, as a prediction has."""
+    return f"{float(f'{number:.2g}'):g}"
+
+
+def judge(
+    rows: Measured,
+    dense: str,
+    sixteen: str,
+    limit: float,
+    written: Callable[[float], str] = "{:.4f} s".format,
+) -> Verdict:
     """Return the verdict on measured rows.
 
     A method is suggested if its median is at least 5 % shorter than plain DDP's and its upper
@@ -233,6 +245,7 @@ def judge(rows: Measured, dense: str, sixteen: str, limit: float) -> Verdict:
         dense: name of plain DDP's row.
         sixteen: name of the row of 16 bits.
         limit: seconds of a step without exchange.
+        written: writes seconds, as exactly as they are known.
     """
     plain = rows[dense]["seconds"]
     others = {name: row for name, row in rows.items() if name != dense}
@@ -248,11 +261,11 @@ def judge(rows: Measured, dense: str, sixteen: str, limit: float) -> Verdict:
     elif len(over) > 1:
         best = sixteen
     gain = _gain(rows[best], rows[dense])
-    took = f"{rows[best]['seconds']:.4f} s a step against {plain:.4f} s"
+    took = f"{written(rows[best]['seconds'])} a step against {written(plain)}"
     if gain < LEAST_GAIN:
         room = (
-            f"without any exchange a step takes {limit:.4f} s of plain DDP's {plain:.4f} s, so "
-            f"no method could gain more than {max(1 - limit / plain, 0):.0%}"
+            f"without any exchange a step takes {written(limit)} of plain DDP's "
+            f"{written(plain)}, so no method could gain more than {max(1 - limit / plain, 0):.0%}"
             if 1 - limit / plain < 2 * LEAST_GAIN
             else f"the best method, {best}, takes {took}, {_words(gain)}"
         )

@@ -130,6 +130,12 @@ class WhatIf(Description):
     def methods(self) -> dict[str, Method]:
         """The methods whose costs are shipped."""
         names = [n for n in METHODS if not self.gpu or n in shipped()["gpu"]["step_ms"]]
+        if missing := set(self.chosen).difference(names):
+            raise ValueError(
+                f"--methods {min(missing)}: it has no costs on a GPU. Choose from "
+                f"{', '.join(names)}."
+            )
+        names = [name for name in names if name in (self.chosen or names)]
         return {name: parse_method(name) for name in names}
 
     def situation(self) -> Situation:
@@ -210,13 +216,22 @@ def verdict(rows: Sequence[Prediction], step: float) -> tuple[str, str | None, f
         for name, row in best.items()
     }
     sixteen = next((name for name, row in best.items() if row.method == SIXTEEN), SIXTEEN)
-    found = report.judge(measured, dense.name, sixteen, step)
+    found = report.judge(
+        measured, dense.name, sixteen, step, lambda seconds: f"{report.rough(seconds)} s"
+    )
     if found.choice is None:
         return str(found), None, 1.0
     chosen = best[found.choice]
     speed = dense.seconds / chosen.seconds
-    text = str(found) if speed >= MARGIN else f"Too close to call. {found.choice}: {found.reason}"
-    return text, chosen.method, speed
+    if speed < MARGIN:
+        return f"Too close to call. {found.choice}: {found.reason}", chosen.method, speed
+    equal = [
+        row.name
+        for row in sorted(best.values(), key=lambda row: row.seconds)
+        if row is not chosen and 1 / MARGIN <= row.seconds / chosen.seconds <= MARGIN
+    ]
+    also = f" Equal within the prediction's error: {', '.join(equal)}." if equal else ""
+    return f"{found}{also}", chosen.method, speed
 
 
 def _plain(rows: Sequence[Prediction]) -> Prediction:
@@ -281,7 +296,7 @@ def run(described: Description, name: str | None) -> None:
     if case.gpu:
         lines.append("The GPU's costs are those of one worker. Decoding takes longer with more.")
     lines += [
-        f"Treat methods within a factor of {MARGIN:g} as equal. Accuracy is not predicted.",
+        f"Methods within a factor of {MARGIN:g} count as equal. Accuracy is not predicted.",
         "",
         "What if:",
         *changes(case, method),

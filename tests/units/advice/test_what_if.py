@@ -130,6 +130,19 @@ def test_the_command_says_first_and_last_that_it_predicts(
         assert part in said
 
 
+def test_the_headline_names_what_counts_as_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["advise", *GPT]) == cli.OK
+    said = capsys.readouterr().out
+    first = said.splitlines()[0]
+    assert "Use powersgd:rank=2: 0.43 s a step against 6.2 s with plain DDP" in first
+    assert first.endswith("Equal within the prediction's error: topk:value_dtype=bfloat16.")
+    assert cli.main(["advise", *GPT, "--methods", "qsgd", "cast"]) == cli.OK
+    only = capsys.readouterr().out.partition("Without a prediction")[0]
+    assert "Use qsgd" in only
+    assert "topk" not in only
+    assert "powersgd" not in only
+
+
 def test_it_needs_no_lightning() -> None:
     """Its import takes longer than the rest of the command."""
     program = (
@@ -163,6 +176,14 @@ def test_it_needs_no_lightning() -> None:
         (["--step-ms", "0"], "--step-ms 0: must be above 0"),
         (["--latency-us", "-1"], "--latency-us -1: must be above 0"),
         (["--model", "gpt2"], "Give --params or --model, not both."),
+        (["--methods", "qsdg"], "qsdg: it has no shipped costs (did you mean 'qsgd'?). Choose"),
+        (["--methods", "signsgd"], "or measure it with a file such as train.yaml"),
+        (["--methods", METHODS[3], "--gpu"], f"{METHODS[3]}: it has no costs on a GPU"),
+        (["--out", "x"], "--out is for a measurement, which needs a file such as train.yaml"),
+        (["--budget-seconds", "60"], "--budget-seconds is for a measurement"),
+        (["--timeout", "60"], "--timeout is for a measurement"),
+        (["--predict-only"], "--predict-only is for a measurement"),
+        (["--find-unused-parameters"], "--find-unused-parameters is for a measurement"),
     ],
 )
 def test_mistyped_words_are_refused_with_the_fix(
