@@ -212,7 +212,8 @@ class Observation:
         weight_levels: as ``levels``, of these weights.
         each_step: seconds of each step since the last decision, worker 0's, at most 64; empty if
             not declared. Of simulated workers all are the mean. On CUDA the device's.
-        weighed: None unless the last decision asked for it, and while kernels are compiled.
+        weighed: None unless the last decision asked for it. It has no candidates while a worker
+            compiles kernels.
         optimizers: names of the optimizers' classes.
         workers: their number.
         total_steps: steps of the run; None if unknown or without end.

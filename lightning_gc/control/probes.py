@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.control.weighing import prepare, weigh
-from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Point
+from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Point, Weighed
 from lightning_gc.controllers.exchange_record import fit_link
 from lightning_gc.core import Bucket, Record, Tally
 from lightning_gc.core.notices import waiting
@@ -377,8 +377,7 @@ class Probes:
         if self._needs.weighed:
             workers.ready = []
         self._forecast = Forecast()
-        # Seconds that each choice's first exchange took, which begins to compile kernels.
-        self._preparing: float | None = None
+        self._prepared = False  # whether each choice has begun to compile its kernels
 
     def traffic(self, steps: int, peers: Peers) -> dict[str, Any]:
         """Return bytes, elements, errors, gradient scale and levels: one all-reduce of numbers."""
@@ -485,17 +484,14 @@ class Probes:
             return {"weighed": None}
         what = "Measuring what a step takes with each choice of the menu"
         with waiting(what) if peers.decides else contextlib.nullcontext():
-            if self._preparing is None:
-                began = time.perf_counter()
+            began = time.perf_counter()
+            if not self._prepared:
                 prepare(self._workers, peers)
-                self._preparing = time.perf_counter() - began
+                self._prepared = True
             (compiling,) = peers.mean_of([[float(host.compiling)]])  # equal on all workers
-            if compiling:  # training goes on, and the controller asks again
-                return {"weighed": None}
-            found = weigh(self._workers, peers)
-            found = found._replace(seconds=found.seconds + self._preparing)
-            self._preparing = 0.0
-            return {"weighed": found}
+            # While one compiles, training goes on, and the controller asks again.
+            found = () if compiling else weigh(self._workers, peers).candidates
+            return {"weighed": Weighed(time.perf_counter() - began, found)}
 
     def first_batch(self, peers: Peers) -> dict[str, Any]:
         """Return the gradient norms of the epoch's first batch, if declared."""

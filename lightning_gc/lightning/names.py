@@ -116,7 +116,10 @@ class _Answering(dict[str, Any]):
 
     def refuse_misspelt(self, name: object) -> None:
         """Raise ValueError if the name is not known, and closer to one of ours than to others."""
-        close = None if name in self else closest(name, [*self, *self.unlisted])
+        if name in self:
+            return
+        whole = f"compressed_ddp_{name}"  # such as "qsgd" or "auto_feedback"
+        close = whole if whole in self.ours else closest(name, [*self, *self.unlisted])
         if close in self.ours:
             raise ValueError(
                 f"There is no strategy {name!r}; did you mean strategy={close!r}? lightning-gc "

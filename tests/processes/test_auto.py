@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gc import NoMemory
 from lightning_gc.controllers import Auto
+from lightning_gc.kernels.dispatch import HostFamilies
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
 from tests.processes.test_attach import STEPS, Loop, Net, batches
 from tests.processes.test_fabric import FabricLoop
@@ -165,6 +166,32 @@ def test_loops_of_ones_own_need_no_call() -> None:
     for found in run_in_processes(loops, 2):
         assert found[0][:2] == ("watch", "powersgd")
         assert found[0] == found[1] == found[2]
+
+
+def compiling(worker: int) -> tuple[dict[str, Any], list[bool]]:
+    """The second worker compiles while it is asked three times."""
+    asked: list[bool] = []
+
+    def answer(_: HostFamilies) -> bool:
+        asked.append(worker == 1 and len(asked) < 3)
+        return asked[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(HostFamilies, "compiling", property(answer))
+        strategy = ddp("auto", controller=Scripted(allow=MENU, every=4), verify="payload")
+        return fit(
+            strategy, Books, own_batches(worker, 48), devices=2, use_distributed_sampler=False
+        ), asked
+
+
+def test_training_goes_on_while_a_worker_compiles() -> None:
+    """Nobody waits for it, no choice is weighed without it, and ``Auto`` asks again."""
+    (one, asked), (other, theirs) = run_in_processes(compiling, 2)
+    assert asked == [False] * 4
+    assert theirs == [True] * 3 + [False]
+    assert one["digest"] == other["digest"]
+    assert one["controller"] == other["controller"]
+    assert one["controller"]["name"] == "powersgd"
 
 
 def by_the_clock(worker: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning import Trainer
 from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
 
@@ -163,6 +164,12 @@ def test_by_name(kind: str) -> None:
 def test_refusals(make: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
+
+
+@pytest.mark.parametrize("word", ["auto_feedback", "auto_rounding", "qsgd"])
+def test_a_word_alone_is_no_strategy_and_the_error_says_the_name(word: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean strategy='compressed_ddp_{word}'"):
+        Trainer(strategy=word, accelerator="cpu", logger=False)
 
 
 def test_a_misspelt_word_is_answered() -> None:

@@ -193,7 +193,13 @@ def test_a_fit_ends_with_one_line(
 
 @pytest.mark.parametrize(
     ("wire", "dense", "said"),
-    [(2e6, 13e6, "6.5 times less"), (3e6, 2e6, "1.5 times more"), (2e6, 2e6, "as much as")],
+    [
+        (2e6, 13e6, "6.5 times less"),
+        (3e6, 2e6, "1.5 times more"),
+        (2e6, 2e6, "as much as"),
+        (2e6, 2.08e6, "3.8% less"),
+        (2.1e6, 2e6, "5.0% more"),
+    ],
 )
 def test_the_line_says_more_less_or_as_much(wire: float, dense: float, said: str) -> None:
     total = Totals(steps=1, wire_bytes=wire, dense_bytes=dense)

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from lightning_gc import QSGD, Identity, Menu, NetworkModel, PowerSGD, TopK
-from lightning_gc.control.probes import StepClock
+from lightning_gc.control.probes import Probes, StepClock
 from lightning_gc.control.weighing import SAMPLE, weigh
+from lightning_gc.controllers import Auto
 from lightning_gc.core import Flow
 from lightning_gc.exchange.peers import Peers
+from lightning_gc.kernels.dispatch import HostFamilies
 from lightning_gc.transports.accounting import KEPT
 from lightning_gc.transports.simulated import Ledger
 from tests.support.controlled_workers import CPU, Training
@@ -65,6 +67,18 @@ def test_simulated_workers_weigh_by_the_networks_model() -> None:
     uncompressed, topk = seconds[4] - seconds[0], seconds[MENU.names.index("topk")] - seconds[0]
     assert uncompressed == pytest.approx(8 * 4 * 4096 / 1e4, rel=0.2)
     assert topk < uncompressed
+
+
+def test_while_kernels_compile_nothing_is_weighed_and_the_seconds_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, answers = training(), iter([True, False])
+    monkeypatch.setattr(HostFamilies, "compiling", property(lambda _: next(answers)))
+    probes, peers = Probes(Auto(), made.workers), Peers(True, CPU, timed=made.ledger.timed)
+    first, then = (probes.weighed(peers)["weighed"] for _ in range(2))
+    assert first.candidates == ()
+    assert [choice.name for choice in then.candidates] == [*MENU.names, "uncompressed"]
+    assert min(first.seconds, then.seconds) > 0
 
 
 class Told:

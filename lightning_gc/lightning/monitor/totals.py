@@ -343,6 +343,8 @@ def _times(saved: float) -> str:
     if abs(saved - 1) < 0.005:
         return "as much as uncompressed"
     factor = max(saved, 1 / saved) if saved else math.inf
+    if factor < 1.095:  # "1.0 times more" says nothing
+        return f"{abs(1 - 1 / saved):.1%} {'less' if saved > 1 else 'more'}"
     return f"{factor:.{0 if factor >= 9.95 else 1}f} times {'less' if saved > 1 else 'more'}"
 
 
