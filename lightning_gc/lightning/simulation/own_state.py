@@ -470,7 +470,9 @@ def is_users(callback: Any) -> bool:
     return all(kind.__name__ == "Callback" for kind in kinds)
 
 
-_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) - {"defaults"} | {"step"}
+_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.nn.Parameter()], lr=0.1))) - {"defaults"} | {
+    "step"
+}
 
 
 def optimizer_holders(parts: list[Any]) -> list[Holder]:
