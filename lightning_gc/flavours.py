@@ -15,12 +15,12 @@ import copyreg
 import importlib
 import sys
 from abc import ABCMeta
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType, new_class
+from types import FrameType, FunctionType, ModuleType, new_class
 from typing import Any, ClassVar, Self
 
 ADAPTORS = {
@@ -39,13 +39,49 @@ _ALL = ADAPTORS | FABRICS
 
 
 def lightning(among: Mapping[str, str] = ADAPTORS) -> str:
-    """Return the Lightning package that the program has imported, else an installed one."""
+    """Return the Lightning package that the program uses, else an installed one."""
     installed = (name for name in among if find_spec(name.partition(".")[0]))
     return _imported(among) or next(installed, next(iter(among)))
 
 
 def _imported(among: Mapping[str, str]) -> str | None:
-    return next((name for name in among if sys.modules.get(name)), None)
+    """Return the package that has been imported; of several, the one that the program uses.
+
+    A library, such as MLflow, may import the other one. So where both are there, look who asks:
+    the nearest caller whose variables are of one package only, then the program's own file.
+    """
+    found = [name for name in among if sys.modules.get(name)]
+    if len(found) < 2:
+        return next(iter(found), None)
+    for names in _namespaces():
+        homes = {home for value in names.values() for home in _homes(value)}
+        new, old = "lightning" in homes, bool(homes & {"pytorch_lightning", "lightning_fabric"})
+        if new != old:
+            return next(name for name in found if name.startswith("lightning.") == new)
+    return found[0]
+
+
+def _namespaces() -> Iterator[dict[str, Any]]:
+    """Yield the variables of each caller outside of this library, and of the program's file."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if not f"{frame.f_globals.get('__name__')}.".startswith("lightning_gc."):
+            yield {**frame.f_globals, **frame.f_locals}
+        frame = frame.f_back
+    yield vars(sys.modules["__main__"])
+
+
+def _homes(value: object) -> set[str]:
+    """Return the packages of a module, a function, or a class's or an object's bases; not ours."""
+    if isinstance(value, ModuleType):
+        names = {value.__name__}
+    elif isinstance(value, FunctionType):
+        names = {value.__module__}
+    else:
+        cls: Any = value if issubclass(type(value), type) else type(value)
+        names = {base.__module__ for base in cls.__mro__}
+    homes = {str(name).partition(".")[0] for name in names}
+    return set() if "lightning_gc" in homes else homes
 
 
 class EitherLightning(metaclass=ABCMeta):  # noqa: B024 - not ABC: a base would reorder the others
@@ -60,8 +96,14 @@ class EitherLightning(metaclass=ABCMeta):  # noqa: B024 - not ABC: a base would 
     _packages: ClassVar[Mapping[str, str]] = ADAPTORS
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+<<<<<<< HEAD
         """Return an object for the Lightning package that the program has imported."""
         made: Self = super().__new__(cls.as_called())
+=======
+        """Return an object for the Lightning package that the program uses."""
+        joined = cls if package_of(cls) else class_for(cls, lightning(cls._packages))
+        made: Self = super().__new__(joined)
+>>>>>>> hosts
         return made
 
     @classmethod

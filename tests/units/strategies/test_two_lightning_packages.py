@@ -215,3 +215,54 @@ def test_a_strategy_for_the_other_package_is_refused_with_both_import_lines(
             f"For {found}: `from {home}{where}{name[package]} import {public}`. "
             f"For {wanted}: `from {home}{where}{name[other]} import {public}`."
         )
+
+
+@pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [
+        ("lightning.pytorch", "import lightning as L"),
+        pytest.param(
+            "lightning.pytorch",
+            "from lightning.pytorch.callbacks import ModelCheckpoint",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "pytorch_lightning",
+            "from pytorch_lightning import Trainer, seed_everything",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_library_that_imports_the_other_package_does_not_decide(
+    package: str, line: str, early: bool, tmp_path: Path
+) -> None:
+    """In both directions; the names may have been imported before either package."""
+    _, other = PACKAGES[package]
+    (tmp_path / "beside.py").write_text(
+        f"import {other}\n\nclass Theirs({other}.LightningModule):\n    pass\n\n"
+        "def calls(make):\n    return make()\n"
+    )
+    ours = {"pytorch_lightning": "for_pytorch_lightning", "lightning.pytorch": "for_lightning"}
+    names = NAMES.strip()
+    script = f"""
+{names if early else ""}
+import sys
+{line}
+import beside
+{"" if early else names}
+assert {other!r} in sys.modules
+
+def made():
+    return CompressedDDPStrategy(TopK(0.1)), SimulatedDDPStrategy("topk", workers=2)
+
+home = "lightning_gc.lightning.{ours[package]}"
+for each in (*made(), *beside.calls(made), CompressionMonitor()):
+    assert home in {{base.__module__ for base in type(each).__mro__}}, type(each).__mro__
+
+import importlib
+pl = importlib.import_module({package!r})
+by_name = pl.Trainer(accelerator="cpu", devices=1, strategy="compressed_ddp", logger=False)
+assert type(by_name.strategy).__module__ == home
+"""
+    run(tmp_path, package, script)
