@@ -96,14 +96,8 @@ class EitherLightning(metaclass=ABCMeta):  # noqa: B024 - not ABC: a base would 
     _packages: ClassVar[Mapping[str, str]] = ADAPTORS
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-<<<<<<< HEAD
-        """Return an object for the Lightning package that the program has imported."""
-        made: Self = super().__new__(cls.as_called())
-=======
         """Return an object for the Lightning package that the program uses."""
-        joined = cls if package_of(cls) else class_for(cls, lightning(cls._packages))
-        made: Self = super().__new__(joined)
->>>>>>> hosts
+        made: Self = super().__new__(cls.as_called())
         return made
 
     @classmethod

@@ -470,13 +470,7 @@ def is_users(callback: Any) -> bool:
     return all(kind.__name__ == "Callback" for kind in kinds)
 
 
-<<<<<<< HEAD
 _OPTIMIZER = frozenset(vars(torch.optim.SGD([nn.Parameter()], lr=0.1))) - {"defaults"} | {"step"}
-=======
-_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.nn.Parameter()], lr=0.1))) - {"defaults"} | {
-    "step"
-}
->>>>>>> hosts
 
 
 def optimizer_holders(parts: list[Any]) -> list[Holder]:
