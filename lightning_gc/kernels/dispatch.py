@@ -80,6 +80,7 @@ class HostFamilies:
         self._made: dict[str, bool] = {}  # by the thread, and not taken over yet
         self._left: list[str] = []  # to the thread
         self._running = 0  # exchanges
+        self._counting = False
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -94,9 +95,9 @@ class HostFamilies:
         known = self._works.get(family)
         if _watched is not None:
             _watched.add(family)
-        if known is None:
+        if known is None and not self._counting:
             known = self._works[family] = self._first_answer(family)
-        return known
+        return bool(known)
 
     def _first_answer(self, family: str) -> bool:
         if find_spec("numba") is None:
@@ -123,6 +124,15 @@ class HostFamilies:
         finally:
             with self._lock:
                 self._running -= 1
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Compile and load nothing: an exchange is made to count its bytes only."""
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
 
     def wait(self) -> None:
         """Return when no family is being compiled: a measurement begins."""
