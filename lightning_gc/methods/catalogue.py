@@ -25,6 +25,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Field, Range
 from lightning_gc.core.registry import path_of, required_fields, subclasses
 from lightning_gc.engine.compatibility import combine, waits_of_step
+from lightning_gc.kernels import dispatch
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.methods import text_table
 from lightning_gc.methods.parameter_space import declared
@@ -103,7 +104,8 @@ def wire_bits(compressor: Compressor) -> float:
         (SIDE, SIDE), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
     )
     alone = Lockstep(1, compressor)
-    alone.step([{"weight": SPREAD * drawn}])
+    with dispatch.host.counting():
+        alone.step([{"weight": SPREAD * drawn}])
     tally = alone.engines[0].tally
     # Codecs do not count elements that are sent dense.
     return 8 * tally.payload_bytes / drawn.numel() if tally.elements else 32.0

@@ -20,6 +20,8 @@ import yaml
 from lightning_gc import COMPRESSORS, MEMORIES, SCHEMES, cli
 from lightning_gc.advice.prediction import METHODS
 from lightning_gc.bench.baselines import DEFAULT
+from lightning_gc.kernels import dispatch
+from lightning_gc.methods import catalogue
 from lightning_gc.methods.catalogue import FAMILIES, START
 from lightning_gc.tuning import open_storage
 from lightning_gc.tuning.experiment import load_experiment
@@ -150,6 +152,22 @@ def test_list_has_one_line_per_class(
     said = capsys.readouterr().out
     assert said.index("Schemes") < said.index("Memories")
     assert "ompressors" not in said
+
+
+def test_what_only_describes_compiles_no_kernel(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a new machine, where numba's kernels take half a minute of CPU time."""
+    asked: list[str] = []
+    monkeypatch.setattr(dispatch.host, "_works", {})
+    monkeypatch.setattr(dispatch.host, "_first_answer", asked.append)
+    catalogue.wire_bits.cache_clear()
+    for words in ("list", "list --wide", "list wire waits", "schema", "check"):
+        assert run(*words.split()) == cli.OK
+    words = "advise --params 124M --step-ms 45 --link 1gbit --workers 4"
+    assert run(*words.split()) == cli.OK
+    assert catalogue.wire_bits.cache_info().misses > 10
+    assert asked == []
 
 
 def test_list_wide_has_all_declarations(capsys: pytest.CaptureFixture[str]) -> None:
