@@ -81,11 +81,8 @@ class HostFamilies:
         self._made: dict[str, bool] = {}  # by the thread, and not taken over yet
         self._left: list[str] = []  # to the thread
         self._running = 0  # exchanges
-<<<<<<< HEAD
         self._resting = weakref.WeakSet[object]()  # owners of exchanges that call ``take_over``
-=======
         self._counting = False
->>>>>>> cli
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -129,7 +126,6 @@ class HostFamilies:
             with self._lock:
                 self._running -= 1
 
-<<<<<<< HEAD
     def rest(self, owner: object, *, ends: bool = False) -> None:
         """Let ``steady`` take nothing over while ``owner`` lives, or from now on again."""
         with self._lock:
@@ -141,7 +137,7 @@ class HostFamilies:
             if self._made and not self._running:
                 self._works |= self._made
                 self._made = {}
-=======
+
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Compile and load nothing: an exchange is made to count its bytes only."""
@@ -150,7 +146,6 @@ class HostFamilies:
             yield
         finally:
             self._counting = False
->>>>>>> cli
 
     def wait(self) -> None:
         """Return when no family is being compiled: a measurement begins."""
