@@ -16,6 +16,7 @@ from pathlib import Path
 import lightning_fabric
 import pytest
 import pytorch_lightning
+import torch
 
 import lightning_gc
 from lightning_gc import compressors, memories, schemes, transports
@@ -341,6 +342,58 @@ def test_private_names_of_lightning_are_declared_and_exist() -> None:
     since = {"_broadcast_sigterm_tensor", "_pl_static_graph_delay_done"}  # 2.6
     missing = {name for name in known if not re.search(rf"\b{name}\b", theirs)}
     assert missing <= since
+
+
+_SHARDS = "torch.distributed.fsdp._fully_shard._fsdp"
+READ_WITH_DEFAULTS = {
+    "_abort_process_group": ("torch.distributed.distributed_c10d", "2.6"),
+    "_all_gather_comm": (f"{_SHARDS}_param_group", "2.9"),
+    "_checkpoint_io": ("pytorch_lightning.plugins.io.wrapper", "2.6"),
+    "_default_hp_metric": ("lightning_fabric.loggers.tensorboard", "2.6"),
+    "_fsdp_param_groups": (f"{_SHARDS}_state", "2.12"),
+    "_in_backward_optimizers": ("torch.nn.parallel.distributed", "2.6"),
+    "_lazy_init_ran": ("torch.nn.parallel.distributed", "2.6"),
+    "_orig_mod": ("torch._dynamo.eval_frame", "2.6"),
+    "_prefix": ("lightning_fabric.loggers.tensorboard", "2.6"),
+    "_reduce_scatter_comm": (f"{_SHARDS}_param_group", "2.9"),
+    "_schedulers": ("torch.optim.lr_scheduler", "2.6"),
+    "_sharded_post_forward_param": (f"{_SHARDS}_param", "2.6"),
+    "_trial": ("transformers.trainer", "2.6"),
+    "_unsharded_param": (f"{_SHARDS}_param", "2.6"),
+    "force_sum_reduction_for_comms": (f"{_SHARDS}_param_group", "2.13"),
+    "gradient_divide_factor": (f"{_SHARDS}_param_group", "2.13"),
+    "reduce_scatter_unused_params": (f"{_SHARDS}_param_group", "2.13"),
+}
+"""Others' names that are read with a default -> where they are, and from which torch on."""
+
+
+@pytest.mark.parametrize("name", READ_WITH_DEFAULTS)
+def test_what_is_read_with_a_default_still_exists(name: str) -> None:
+    """Where others rename it, the default would be used in silence."""
+    module, since = READ_WITH_DEFAULTS[name]
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        pytest.skip(f"{module} is not installed")
+    if tuple(map(int, torch.__version__.split(".")[:2])) < tuple(map(int, since.split("."))):
+        pytest.skip(f"since torch {since}")
+    found = importlib.util.find_spec(module)
+    assert found is not None
+    assert re.search(rf"\b{name}\b", Path(str(found.origin)).read_text())
+
+
+def test_all_private_names_that_are_read_with_a_default_are_known() -> None:
+    read = set[str]()
+    for path in (ROOT / "lightning_gc").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(
+                    func=ast.Name(id="getattr" | "hasattr"),
+                    args=[owner, ast.Constant(value=str(name)), *_],
+                ) if name.startswith("_") and not name.startswith("__"):
+                    if ast.unparse(owner) != "self":
+                        read.add(name)
+    of_lightning = {name for names in PRIVATE.values() for name in names}
+    assert len(read) > 10
+    assert read <= READ_WITH_DEFAULTS.keys() | of_lightning
 
 
 OF_A_TRAINER = {
