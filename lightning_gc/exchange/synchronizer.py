@@ -63,9 +63,9 @@ class Synchronizer(Single):
     Communication pattern:
         One background thread exchanges the buckets over its own process group, so that it never
         interleaves with DDP's collectives. On the host workers compare the layouts of a bucket's
-        messages before they send them: in its first round at each level, and in rounds 0, 1, 2, 4,
-        8 and so on, which all count alike. Only in these a worker takes over kernels that were
-        compiled meanwhile, so other rounds need no comparison.
+        messages before they send them: in a bucket's first round at each level, and 1, 2, 4, 8 and
+        so on rounds later, which all count alike. Only in these rounds a worker takes over kernels
+        that were compiled meanwhile, so other rounds need no comparison.
 
     Attributes:
         rounds: that have ended here.
@@ -118,6 +118,7 @@ class Synchronizer(Single):
         queues = waits_for_others(self._group)  # NCCL; a call of Gloo ends when all have called
         self._background = Background(self._recording, device, waits=waits or not queues)
         self._known: set[int] = set()  # buckets at levels whose layouts have been compared
+        self._since = 0  # the round with the latest of them
         dispatch.host.rest(self)
         self._left = False
         self._round: list[tuple[str, ...]] = []  # buckets submitted in this round
@@ -211,10 +212,12 @@ class Synchronizer(Single):
         flow = self.workers.flow(engine, grad, shapes)
         if grad.device.type == "cpu":  # devices have the kernels on which workers agreed
             what = hash((tuple(shapes), engine.levels.compressor))
-            known = what in self._known or len(self._known) > _LEVELS
-            if not known or not self.rounds & (self.rounds - 1):
+            if what not in self._known and len(self._known) < _LEVELS:
                 self._known.add(what)
-                flow = self._recording.compared(flow, shapes)
+                if self.rounds > 1:  # in round 1 DDP arranges its buckets again
+                    self._since = self.rounds
+            age = self.rounds - self._since
+            flow = flow if age & (age - 1) else self._recording.compared(flow, shapes)
         if self._verification is not None:
             flow = self._verification.watch(flow, grad, shapes, engine.step)
         return self._compared_inside(flow, grad) if self._compares else flow

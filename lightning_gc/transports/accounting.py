@@ -143,10 +143,8 @@ class Recording:
             self._compares = None
 
     def _compare(self, request: Request, names: Iterable[str]) -> None:
-        before, comparing = (
-            (self.inner.sent_bytes, self.inner.node_bytes),
-            same_layout(request, names),
-        )
+        before = self.inner.sent_bytes, self.inner.node_bytes
+        comparing = same_layout(request, names)
         asked = next(comparing, None)
         while asked is not None:
             asked = resume(comparing, self.inner.fulfil(asked))
