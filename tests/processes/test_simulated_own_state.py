@@ -271,4 +271,4 @@ def test_equal_to_real_workers() -> None:
             wrong.append(kind)
         elif us["memory"] != [run["memory"][0] for run in them]:
             wrong.append(("memory", *kind))
-    assert not wrong
+    assert not wrong, "\n".join(map(str, wrong))
