@@ -111,10 +111,8 @@ class SimulatedDDP(SimulatedWorkers):
         self._buffers = WorkerBuffers(module, self.workers)
 
     def _moved_by_hand(self) -> dict[str, Tensor]:
-        groups = [group for each in self.optimizers for group in each.param_groups]
-        trained = {id(param) for group in groups for param in group["params"]}
         named = self.lightning_module.named_parameters()
-        return {name: each for name, each in named if id(each) not in trained}
+        return {name: each for name, each in named if each not in self.names}
 
     def _turn(self, process: int | None) -> None:
         """Look whether a turn has changed trained weights, which all workers share."""
