@@ -105,6 +105,7 @@ class Sender:
             f"another method, such as TopK or PowerSGD, with its own memory."
         )
 
+    @undisturbed()
     def _packed(self, tensors: Mapping[str, Tensor]) -> tuple[bytes, Tensor]:
         """Return a message, and what it is meant to say."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -112,15 +113,14 @@ class Sender:
         sent: list[bytes] = []
         lengths: list[list[int]] = []
         engine, step = self._engine, self._engine.step
-        with undisturbed():
-            flow = engine.flow(flat, shapes)
-            request = next(flow, None)
-            while request is not None:
-                own = _own(request)
-                lengths.append([tensor.numel() for tensor in own])
-                sent.append(bytes(Message.of(own).pack(own).numpy()))
-                request = resume(flow, _reply(request, own))
-            engine.advance()
+        flow = engine.flow(flat, shapes)
+        request = next(flow, None)
+        while request is not None:
+            own = _own(request)
+            lengths.append([tensor.numel() for tensor in own])
+            sent.append(bytes(Message.of(own).pack(own).numpy()))
+            request = resume(flow, _reply(request, own))
+        engine.advance()
         named = [[name, list(shape)] for name, shape in shapes.items()]
         about = {"format": FORMAT, "seed": engine.seed, "step": step, "method": self.method}
         header = json.dumps(about | {"shapes": named, "lengths": lengths}).encode()
@@ -201,9 +201,9 @@ def unpack(
         )
     engine.rounds.step = step
     numel = sum(map(math.prod, shapes.values()))
-    flat = torch.zeros(numel, dtype=torch.float32, device="cpu")
     _forget_others(len(data) - len(body))
     with undisturbed():
+        flat = torch.zeros(numel, dtype=torch.float32, device="cpu")
         _replay(engine.flow(flat, shapes), _pieces(header.get("lengths")), body)
     pieces = flat.split([math.prod(shape) for shape in shapes.values()])
     return {n: piece.view(s) for (n, s), piece in zip(shapes.items(), pieces, strict=True)}

@@ -194,9 +194,12 @@ def resume(flow: Flow, reply: Reply) -> Request | None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run flows without gradients, and without the autocast of the user whose thread runs them."""
+    """Run flows without gradients, and without modes of the user whose thread runs them.
+
+    Autocast would change bits. What inference mode makes cannot be changed in place later.
+    """
     autocast = partial(torch.autocast, enabled=False)
-    with torch.no_grad(), autocast("cpu"), autocast("cuda"):
+    with torch.inference_mode(False), torch.no_grad(), autocast("cpu"), autocast("cuda"):
         yield
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
+from lightning_gc.core.flow import undisturbed
 from lightning_gc.engine import Engine
 from lightning_gc.local_steps import OuterSGD
 from lightning_gc.memories import Memory
@@ -75,6 +76,7 @@ class Lockstep:
         used = self.engines[0].scheme
         self.transport = Simulated(workers, 1 if used is None else used.neighbours(workers))
 
+    @undisturbed()
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> Round:
         """Synchronise one gradient per worker, ``{name: tensor}``; the tensors do not change."""
         if len(gradients) != len(self.engines):

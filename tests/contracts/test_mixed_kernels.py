@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import (
@@ -43,6 +45,9 @@ from tests.support.processes import run_in_processes
 BY_DAY = (Int8(), BinMeans(2), QSGD(4), EFSignSGD(), SignSGD(), Cast(), TopK(0.1))
 STEPS = 4
 NEVER = STEPS
+needs_custom = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="torch 2.9"
+)
 
 
 class Kernels:
@@ -184,6 +189,28 @@ def test_autocast_of_the_caller_changes_nothing(compressor: Compressor) -> None:
             found = cast.step(cases.gradients(3, step))
         for name, mean in wanted.mean.items():
             assert torch.equal(found.mean[name], mean), name
+
+
+@pytest.mark.processes
+@needs_custom
+def test_layouts_of_shards_are_compared() -> None:
+    for said in run_in_processes(_shards, 2):
+        assert said.startswith("Worker 1 would send weight in another layout than worker 0: field")
+
+
+def _shards(worker: int) -> str:
+    """Return how a pass ends in which rank 1 has another level."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    model = nn.Linear(64, 64, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    handle = attach(model, QSGD(4))
+    model(torch.ones(2, 64)).sum().backward()
+    if worker == 1:
+        handle._workers.set_levels(100)
+    with pytest.raises(ReplicaError) as refused:
+        model(torch.ones(2, 64)).sum().backward()
+    dist.destroy_process_group()
+    return str(refused.value)
 
 
 @pytest.mark.processes

@@ -50,6 +50,20 @@ def drawn(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
 
 
+def test_modes_of_the_caller_change_no_message() -> None:
+    """Errors that a message leaves in inference mode are added to outside of it."""
+    sender, other = Sender(TopK(0.1)), Sender(TopK(0.1))
+    alone, watched = Lockstep(1, TopK(0.1)), Lockstep(1, TopK(0.1))
+    for step in range(3):
+        data, mean = sender.pack(drawn(step)), alone.step([drawn(step)]).mean
+        with torch.inference_mode(step % 2 == 0), torch.autocast("cpu", dtype=torch.bfloat16):
+            assert other.pack(drawn(step)) == data
+            read, found = unpack(data, TopK(0.1)), watched.step([drawn(step)]).mean
+        for name, tensor in mean.items():
+            assert torch.equal(found[name], tensor)
+            assert not read[name].is_inference()
+
+
 @pytest.mark.parametrize("compressor", ALONE, ids=str)
 def test_a_message_has_the_bits_that_a_worker_alone_would_have(compressor: Compressor) -> None:
     """The reference is a simulated worker with the same errors, over three messages."""

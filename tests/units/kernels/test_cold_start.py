@@ -89,6 +89,27 @@ def test_answers_change_between_exchanges_only(cold: dispatch.HostFamilies) -> N
         assert cold.works("tensors")
 
 
+class Owner:
+    """Of exchanges, in counted rounds of which kernels are taken over."""
+
+
+def test_an_owner_that_is_never_closed_keeps_kernels_from_nobody(
+    cold: dispatch.HostFamilies,
+) -> None:
+    owner, closed = Owner(), Owner()
+    for each in (owner, closed):
+        cold.rest(each)
+    with cold.steady():
+        assert not cold.works("tensors")
+        cold._made = {"tensors": True}
+    cold.rest(closed, ends=True)
+    with cold.steady():
+        assert not cold.works("tensors")
+    del each, owner
+    with cold.steady():
+        assert cold.works("tensors")
+
+
 def test_what_rounds_otherwise_is_compiled_before_it_is_used(cold: dispatch.HostFamilies) -> None:
     """Else the bits of a run would depend on its machine."""
     with cold.steady():
