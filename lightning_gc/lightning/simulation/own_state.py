@@ -29,7 +29,7 @@ _LIBRARIES = {
     *("torch", "torchmetrics", "transformers"),
 }
 """Packages whose objects are not looked into; of torch, schedulers and modules are."""
-_SHARED = (Dataset, DataLoader, Sampler, Optimizer, type)
+_SHARED = (Dataset, DataLoader, Optimizer, type)
 _READ: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     torch.Generator: (torch.Generator.get_state, lambda stream, state: stream.set_state(state)),
     random.Random: (random.Random.getstate, random.Random.setstate),
@@ -240,7 +240,7 @@ def _parts(value: Any) -> Any:
         return parts | dict(value.named_parameters()) | dict(value.named_buffers())
     if isinstance(value, _SHARED) or callable(value) or not hasattr(value, "__dict__"):
         return None
-    if isinstance(value, LRScheduler) or package_of(type(value)) not in _LIBRARIES:
+    if isinstance(value, LRScheduler | Sampler) or package_of(type(value)) not in _LIBRARIES:
         return vars(value)
     return None
 
@@ -470,6 +470,13 @@ def module_holders(module: Any) -> list[Holder]:
     for index, config in enumerate(trainer.lr_scheduler_configs):
         held.append(Holder(f"lr_schedulers[{index}]", vars(config.scheduler)))
     return held
+
+
+def sampler_holders(sampler: Any, index: int) -> list[Holder]:
+    """Return what a sampler keeps, and the one that it draws from, but no data."""
+    fields = getattr(sampler, "__dict__", None)
+    label = f"{type(sampler).__name__} of loader {index}"
+    return [] if fields is None else [Holder(label, fields, frozenset({"data_source", "dataset"}))]
 
 
 def is_users(callback: Any) -> bool:
