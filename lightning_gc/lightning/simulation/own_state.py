@@ -29,7 +29,7 @@ _LIBRARIES = {
     *("torch", "torchmetrics", "transformers"),
 }
 """Packages whose objects are not looked into; of torch, schedulers and modules are."""
-_SHARED = (Dataset, DataLoader, Sampler, Optimizer, type)
+_SHARED = (Dataset, DataLoader, Optimizer, type)
 _READ: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     torch.Generator: (torch.Generator.get_state, lambda stream, state: stream.set_state(state)),
     random.Random: (random.Random.getstate, random.Random.setstate),
@@ -154,15 +154,24 @@ class Kept:
         return _equal_states(one, two)
 
     def grown(self, value: Any, scope: Scope) -> bool:
-        """Return whether it is a list to which entries have been added, and keep these too."""
+        """Return whether it is a list that numbers and texts have been added to; keep these too."""
         known = self.content
         if type(value) is not list or value is not self.value or not isinstance(known, dict):
             return False
         if len(value) <= len(known) or not all(known[i].same(value[i]) for i in range(len(known))):
             return False
         more = {i: Kept(value[i], scope) for i in range(len(known), len(value))}
+        if not all(each.noted for each in more.values()):
+            return False
         self.content = TooLarge(None) if len(value) > _MANY else known | more
         return True
+
+    @property
+    def noted(self) -> bool:
+        """Whether it is made of numbers and texts, as a record is; a loss may use tensors."""
+        if isinstance(self.content, dict) and _stream(self.value) is None:
+            return all(each.noted for each in self.content.values())
+        return isinstance(self.value, _NUMBERS)
 
     @property
     def large(self) -> bool:
@@ -231,7 +240,7 @@ def _parts(value: Any) -> Any:
         return parts | dict(value.named_parameters()) | dict(value.named_buffers())
     if isinstance(value, _SHARED) or callable(value) or not hasattr(value, "__dict__"):
         return None
-    if isinstance(value, LRScheduler) or package_of(type(value)) not in _LIBRARIES:
+    if isinstance(value, LRScheduler | Sampler) or package_of(type(value)) not in _LIBRARIES:
         return vars(value)
     return None
 
@@ -324,8 +333,8 @@ class OwnState:
 
     One that changes in a worker's turn is that worker's from then on, such as Prodigy's ``d`` or a
     number that ``training_step`` counts up. One that changes between turns, as a scheduler sets a
-    learning rate, is common to all. Between turns holders have worker 0's. A list that only grows
-    stays common to all, as a record.
+    learning rate, is common to all. Between turns holders have worker 0's. A list of numbers or texts
+    that only grows is one record of all workers; one of tensors is each worker's own.
 
     Args:
         workers: W.
@@ -461,6 +470,13 @@ def module_holders(module: Any) -> list[Holder]:
     for index, config in enumerate(trainer.lr_scheduler_configs):
         held.append(Holder(f"lr_schedulers[{index}]", vars(config.scheduler)))
     return held
+
+
+def sampler_holders(sampler: Any, index: int) -> list[Holder]:
+    """Return what a sampler keeps, and the one that it draws from, but no data."""
+    fields = getattr(sampler, "__dict__", None)
+    label = f"{type(sampler).__name__} of loader {index}"
+    return [] if fields is None else [Holder(label, fields, frozenset({"data_source", "dataset"}))]
 
 
 def is_users(callback: Any) -> bool:

@@ -11,8 +11,6 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
 )
 
 from lightning_gc.core.copies import Single
@@ -45,17 +43,25 @@ class Dealt:
         return getattr(self.loaders[0], name)
 
     def set_epoch(self, epoch: int) -> None:
-        for loader in self.loaders:
+        """Tell the samplers of each worker, in its turn."""
+        for worker, loader in enumerate(self.loaders):
+            self._turn(worker)
             holders = (loader, getattr(loader, "batch_sampler", None))
             samplers = [getattr(each, "sampler", None) for each in holders]
             for sampler in {id(each): each for each in samplers}.values():  # each once
                 if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                     set_epoch(epoch)
+        self._turn(None)
 
     def __len__(self) -> int:
         return sum(len(loader) for loader in self.loaders)
 
     def __iter__(self) -> Iterator[Any]:
+        first, *others = (vars(loader).get("batch_sampler") for loader in self.loaders)
+        if first is not None:  # a number that the user has set, by ``trainer.train_dataloader``
+            numbers = {n: v for n, v in vars(first).items() if isinstance(v, int | float | str)}
+            for each in others:
+                vars(each).update(numbers)
         iterators = []
         for worker, loader in enumerate(self.loaders):
             self._turn(worker)
@@ -95,32 +101,6 @@ class StatefulDealt(Dealt):
             loader.load_state_dict(state)
 
 
-class Replayed:
-    """Sampler that replays one epoch's indices to each of W workers."""
-
-    def __init__(self, sampler: Any, workers: int) -> None:
-        self._sampler = sampler
-        self._workers = workers
-        self._passes = self._told = 0
-        self._indices: list[Any] = []
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._passes % self._workers == 0:
-            self._indices = list(self._sampler)
-        self._passes += 1
-        return iter(self._indices)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler once; Lightning's wrapper does since 2.6, one for each worker."""
-        set_epoch = getattr(self._sampler, "set_epoch", None)
-        if callable(set_epoch) and self._told % self._workers == 0:
-            set_epoch(epoch)
-        self._told += 1
-
-
 def deal(
     loader: Any,
     workers: int,
@@ -144,13 +124,10 @@ def deal(
     if not trainer._accelerator_connector.use_distributed_sampler or not is_dealable(loader):
         return loader
     _warn_of_repeated(loader, workers)
-    given: Any = loader.sampler
-    if not isinstance(given, RandomSampler | SequentialSampler):
-        given = Replayed(given, workers)
     loaders = []
     for worker in range(workers):
         sampler = flavour._sampler(
-            SimpleNamespace(sampler=given, dataset=loader.dataset),
+            SimpleNamespace(sampler=loader.sampler, dataset=loader.dataset),
             shuffle=True,  # as Lightning always does for training data
             overfit_batches=trainer.overfit_batches,
             mode=trainer.state.stage,

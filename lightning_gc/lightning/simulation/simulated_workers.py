@@ -32,6 +32,7 @@ from lightning_gc.lightning.simulation.own_state import (
     optimizer_holders,
     package_of,
     random_holder,
+    sampler_holders,
 )
 from lightning_gc.lightning.simulation.sharded_loader import deal, is_dealable
 from lightning_gc.local_steps.refusals import with_held
@@ -248,6 +249,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     _after_step = False
     settings: OwnState
     _held: list[Holder]
+    _samplers: list[Holder]
     _of_fit = CompressedStrategy._of_fit | {"_hooks", "_held", "_state"}
     _frozen: dict[str, torch.Tensor]
 
@@ -385,7 +387,10 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return loader
-        return deal(loader, self._processes, trainer, self, self._turn)
+        dealt = deal(loader, self._processes, trainer, self, self._turn)
+        if dealt is not loader:
+            self._samplers += sampler_holders(loader.sampler, len(self._samplers))
+        return dealt
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -416,7 +421,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
 
     def _own_states(self) -> tuple[OwnState, OwnState]:
         """Return what each process has of its own, and what each worker's optimizers have."""
-        self._held, self._frozen = [], {}
+        self._held, self._samplers, self._frozen = [], [], {}
         says = (self._say_differing, self._say_large)
         return (
             OwnState(self._processes, self._holders, *says),
@@ -431,7 +436,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     def _holders(self) -> tuple[list[Holder], Scope]:
         held, frozen = self._held, self._frozen
         if not self.optimizers:  # data are asked for early, as for the number of steps
-            return [random_holder(self.root_device)], self._scope()
+            return [random_holder(self.root_device), *self._samplers], self._scope()
         if not held:
             frozen.update(self._moved_by_hand())
             sizes = [sum(each.nbytes for each in some) for some in (frozen.values(), self.names)]
@@ -439,7 +444,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             held.extend(module_holders(self.lightning_module))
             held.append(random_holder(self.root_device))
             held.append(Holder("the parameters", dict(frozen), large=large))
-        return held, self._scope()
+        return held + self._samplers, self._scope()
 
     def _optimizers_held(self) -> tuple[list[Holder], Scope]:
         parts = [part for each in self.optimizers for part in with_held(each)]
