@@ -126,16 +126,17 @@ class CompressedGradients(TrainerCallback):
         }
 
 
-def saved_to(trainer: Any) -> Path:
+def saved_to(hosting: Any) -> Path:
     """Return the folder of the checkpoint that a Trainer writes at this step."""
-    folder = Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))  # of a search, its run
-    return folder / f"checkpoint-{trainer.state.global_step}"
+    folder = Path(hosting._get_output_dir(getattr(hosting, "_trial", None)))  # of a search, its run
+    return folder / f"checkpoint-{hosting.state.global_step}"
 
 
 def resumed_from(trainer: Any) -> Path:
     """Return the folder of the checkpoint that a Trainer resumes from, as training begins.
 
-    It hands the path from method to method and keeps it nowhere, so this reads its caller's.
+    It hands the path from method to method and keeps it nowhere, so this reads its caller's. A path
+    noted in the checkpoint itself would be false once the folder is moved.
     """
     frame = sys._getframe()
     while frame.f_back is not None:

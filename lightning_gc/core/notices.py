@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-_log = logging.getLogger(__name__)
+_log, _ours = logging.getLogger(__name__), logging.getLogger("lightning_gc")
 FIRST = 10.0
 """Seconds after which a wait is said."""
 AGAIN = 30.0
@@ -25,10 +25,12 @@ def say(sentence: str, *values: object) -> None:
     Example:
         >>> say("Joined as worker %d.", 2)
     """
-    if not _log.hasHandlers():
-        _log.addHandler(logging.StreamHandler())
-        _log.setLevel(logging.INFO)
-    _log.info(sentence, *values)
+    if _log.hasHandlers():
+        _log.info(sentence, *values)
+    elif max(_log.level, _ours.level, _log.manager.disable + 1) <= logging.INFO:
+        # No handler of ours stays: a program that configures logging later would see lines twice.
+        line = _log.makeRecord(_log.name, logging.INFO, "", 0, sentence, values, None)
+        logging.StreamHandler().handle(line)
 
 
 @contextlib.contextmanager

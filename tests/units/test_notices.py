@@ -59,3 +59,21 @@ def test_a_worker_names_the_others(worker: int, workers: int, whom: str) -> None
 def test_the_only_worker_waits_for_nobody() -> None:
     with awaiting_peers("start", 0, 1):
         assert "notices" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_line_leaves_no_handler_and_obeys_a_level(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that configures logging later sees each line once; a quiet one sees none."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    ours = logging.getLogger("lightning_gc")
+    notices.say("Joined as worker %d.", 2)
+    assert capsys.readouterr().err == "Joined as worker 2.\n"
+    assert not ours.handlers
+    assert not logging.getLogger(notices.__name__).handlers
+    monkeypatch.setattr(ours, "level", logging.WARNING)
+    notices.say("Joined as worker %d.", 3)
+    monkeypatch.setattr(ours, "level", logging.NOTSET)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.INFO)
+    notices.say("Joined as worker %d.", 4)
+    assert capsys.readouterr().err == ""
