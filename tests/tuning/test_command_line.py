@@ -154,6 +154,47 @@ def test_list_has_one_line_per_class(
     assert "ompressors" not in said
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("tune toy.yaml", "Stopped. Finished trials are kept. Repeat the command to resume."),
+        ("report --storage x", "Stopped."),
+        ("schema", "Stopped."),
+        ("list", "Stopped."),
+        ("check", "Stopped."),
+        ("advise", "Stopped. No measurement is kept."),
+        ("bench toy.yaml", "Stopped. No measurement is kept."),
+        ("rendezvous --roll r.jsonl", "Stopped. Rounds until now are in r.jsonl. Repeat the"),
+    ],
+)
+def test_ctrl_c_says_what_is_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, said: str
+) -> None:
+    def pressed(options: Any) -> int:
+        raise KeyboardInterrupt
+
+    pressed.__name__ = f"_{words.split()[0]}"
+    monkeypatch.setattr(cli, pressed.__name__, pressed)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert run(*words.split()) == cli.INTERRUPTED
+    shown = capsys.readouterr().err
+    assert shown.startswith(said)
+    assert ("kept" in shown) == ("kept" in said)
+
+
+def test_a_rendezvous_that_is_terminated_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(
+        "lightning_gc.local_steps.rendezvous.serve",
+        lambda *_, **__: signal.raise_signal(signal.SIGTERM),
+    )
+    assert run("rendezvous") == cli.TERMINATED
+    assert "Stopped. Rounds until now are in roll.jsonl." in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_what_only_describes_compiles_no_kernel(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
