@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_gc import __version__
 from lightning_gc.core.registry import did_you_mean
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+_TUNING = ("optuna", "jsonargparse", "rich", "matplotlib")
 _UNKEPT = "Stopped. No measurement is kept."
 LISTED = ("start", "compressors", "memories", "schemes", "controllers", "waits", "wire")
 """What ``list`` shows: "start", then ``catalogue.FAMILIES``."""
@@ -64,6 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"lightning-gc: {error}", file=sys.stderr)  # noqa: T201
         return FAILED
+
+
+def _needs(*packages: str) -> None:
+    """Raise ValueError if a package of the extra is missing."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"This command needs {', '.join(missing)}, not installed here. Install the extra: "
+            f"pip install 'lightning-gc[tune]'."
+        )
 
 
 def _folder(name: str) -> Path:
@@ -260,6 +272,7 @@ def _tune(options: argparse.Namespace) -> int:
     from lightning_gc.methods.sections import read_known
 
     read_known(options.config, ("model", "tune"))  # before torch is imported, as in all commands
+    _needs(*_TUNING)
     from lightning_gc.methods.lightning_flavour import quiet_libraries
     from lightning_gc.tuning import Method, tune
     from lightning_gc.tuning.comparison import Progress
@@ -299,6 +312,7 @@ def _report(options: argparse.Namespace) -> int:
         raise ValueError(
             f"The journal {options.storage} does not exist. lightning-gc tune makes one."
         )
+    _needs(*_TUNING)
     from lightning_gc.methods.lightning_flavour import quiet_libraries
     from lightning_gc.tuning.report import find_studies, results_text, write
 
@@ -320,6 +334,7 @@ def _fit(options: argparse.Namespace) -> int:
     from lightning_gc.methods.sections import read_sections
 
     read_sections(options.config)
+    _needs("jsonargparse")
     from lightning_gc.methods.yaml_config import fit, read_any
 
     read_any(options.config)
@@ -336,6 +351,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
+    _needs("jsonargparse")
     from lightning_gc.methods.yaml_config import editor_schema
 
     sys.stdout.write(f"{json.dumps(editor_schema(options.modules), indent=1)}\n")
@@ -346,6 +362,7 @@ def _bench(options: argparse.Namespace) -> int:
     from lightning_gc.methods.sections import read_known
 
     read_known(options.config, ("model",))
+    _needs("jsonargparse")
     from lightning_gc.bench.benchmark import bench
 
     bench(options)
@@ -371,6 +388,7 @@ def _advise(options: argparse.Namespace) -> int:
     from lightning_gc.methods.sections import read_known
 
     read_known(options.config, ("model",))
+    _needs("jsonargparse", "matplotlib")
     from lightning_gc.advice.advising import run
 
     for name, default in (("budget_seconds", 120.0), ("timeout", 120.0)):

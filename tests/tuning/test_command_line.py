@@ -195,6 +195,31 @@ def test_a_rendezvous_that_is_terminated_says_so(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        ("tune toy.yaml", "optuna"),
+        ("report --storage toy.yaml", "matplotlib"),
+        ("fit toy.yaml", "jsonargparse"),
+        ("schema", "jsonargparse"),
+        ("bench toy.yaml", "jsonargparse"),
+        ("advise toy.yaml", "matplotlib"),
+    ],
+)
+def test_a_missing_extra_is_named(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    package: str,
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == package else name)
+    assert run(*words.split()) == cli.USAGE
+    shown = capsys.readouterr().err
+    assert f"This command needs {package}, not installed here." in shown
+    assert "pip install 'lightning-gc[tune]'" in shown
+
+
 def test_what_only_describes_compiles_no_kernel(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +301,9 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         (["tune", "toy.yaml", "--storage", "x://y"], "x://y is not the URL of a database"),
         (["report", "--storage", "fresh"], "The journal fresh does not exist"),
         (["report"], "--storage"),
+        (["report", "--storage", "toy.yaml"], "Name a journal that lightning-gc tune has made."),
+        (["report", "--storage", "bytes"], "Name a journal that lightning-gc tune has made."),
+        (["report", "--storage", "."], "does not exist"),
         (["tune", "toy.yaml", "--metric", "x"], "unrecognized arguments: --metric x"),
         ([], "COMMAND"),
         (["tune", "toy.yaml", "--compressor", "topkk"], "(did you mean 'topk'?). lightning-gc"),
