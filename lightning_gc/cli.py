@@ -5,16 +5,20 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lightning_gc import __version__
 from lightning_gc.core.registry import did_you_mean
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+_TUNING = ("optuna", "jsonargparse", "rich", "matplotlib")
+_UNKEPT = "Stopped. No measurement is kept."
 LISTED = ("start", "compressors", "memories", "schemes", "controllers", "waits", "wire")
 """What ``list`` shows: "start", then ``catalogue.FAMILIES``."""
 
@@ -48,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print("Stopped. Finished work is kept. Repeat the command to resume.", file=sys.stderr)  # noqa: T201
+        print(options.stopped.format(**vars(options)), file=sys.stderr)  # noqa: T201
         return INTERRUPTED
     except (ValueError, ImportError, RuntimeError) as error:
         ours = type(error).__module__.startswith("lightning_gc")
@@ -62,6 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"lightning-gc: {error}", file=sys.stderr)  # noqa: T201
         return FAILED
+
+
+def _needs(*packages: str) -> None:
+    """Raise ValueError if a package of the extra is missing."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"This command needs {', '.join(missing)}, not installed here. Install the extra: "
+            f"pip install 'lightning-gc[tune]'."
+        )
 
 
 def _folder(name: str) -> Path:
@@ -82,7 +96,7 @@ def _port(text: str) -> int:
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """Return the parser, and the parser of each command."""
-    epilog = "Exit codes: 0 done, 1 failed, 2 invalid request, 130 Ctrl-C."
+    epilog = "Exit codes: 0 done, 1 failed, 2 invalid request, 130 Ctrl-C, 143 ended by SIGTERM."
     parser = argparse.ArgumentParser(
         prog="lightning-gc",
         description="Tune, compare, measure and list methods of gradient compression.",
@@ -91,10 +105,12 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(run: Callable[[argparse.Namespace], int], short: str, long: str) -> Any:
+    def command(
+        run: Callable[[argparse.Namespace], int], short: str, long: str, stopped: str = "Stopped."
+    ) -> Any:
         name = run.__name__.removeprefix("_")
         made = commands.add_parser(name, help=short, description=long, epilog=epilog)
-        made.set_defaults(run=run, parser=made)
+        made.set_defaults(run=run, parser=made, stopped=stopped)
         return made
 
     storage = "path of a journal file, or a database URL such as postgresql://user@host/name"
@@ -104,6 +120,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "Tune each method in its own study with the same number of trials, then run the winners "
         "over several seeds. Repeat the command to resume. Start it several times with one "
         "storage to share the work.",
+        "Stopped. Finished trials are kept. Repeat the command to resume.",
     ).add_argument
     add("config", type=Path, help="YAML with LightningCLI's model, data and trainer, and tune")
     methods = "methods of the file, or compressors by name"
@@ -162,6 +179,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "where the workers of elastic local steps meet",
         "Serve the rendezvous of LocalStepsStrategy(elastic=Elastic('host:port')), and decide who "
         "takes part in which round. It may be stopped and started again while workers train.",
+        "Stopped. Rounds until now are in {roll}. Repeat the command to continue with them.",
     ).add_argument
     port = "that it listens on, or 0 for any (default: %(default)s)"
     add("--port", type=_port, default=29400, help=port)
@@ -184,6 +202,7 @@ def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], metho
         "Compare seconds, bytes and loss per step: without synchronisation, with plain DDP, with "
         "torch's fp16 and PowerSGD hooks, and with compression. Methods take turns. Start it on "
         "all workers, by torchrun.",
+        _UNKEPT,
     ).add_argument
     add("config", type=Path, help=measured)
     fields = " with fields, memory and scheme: topk:density=0.001,scheme=two_shot (default: %s)"
@@ -202,6 +221,7 @@ def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], metho
         "measure the link, the model and the best methods. Start it on all workers, by torchrun. "
         "Without a file, predict from a description, in seconds and on one machine: "
         "lightning-gc advise --params 124M --step-ms 45 --link 1gbit --workers 4.",
+        _UNKEPT,
     )
     add = advise.add_argument
     add("config", type=Path, nargs="?", help=f"{measured}. Leave it out to predict only")
@@ -252,6 +272,7 @@ def _tune(options: argparse.Namespace) -> int:
     from lightning_gc.methods.sections import read_known
 
     read_known(options.config, ("model", "tune"))  # before torch is imported, as in all commands
+    _needs(*_TUNING)
     from lightning_gc.methods.lightning_flavour import quiet_libraries
     from lightning_gc.tuning import Method, tune
     from lightning_gc.tuning.comparison import Progress
@@ -291,6 +312,7 @@ def _report(options: argparse.Namespace) -> int:
         raise ValueError(
             f"The journal {options.storage} does not exist. lightning-gc tune makes one."
         )
+    _needs(*_TUNING)
     from lightning_gc.methods.lightning_flavour import quiet_libraries
     from lightning_gc.tuning.report import find_studies, results_text, write
 
@@ -312,6 +334,7 @@ def _fit(options: argparse.Namespace) -> int:
     from lightning_gc.methods.sections import read_sections
 
     read_sections(options.config)
+    _needs("jsonargparse")
     from lightning_gc.methods.yaml_config import fit, read_any
 
     read_any(options.config)
@@ -328,6 +351,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
+    _needs("jsonargparse")
     from lightning_gc.methods.yaml_config import editor_schema
 
     sys.stdout.write(f"{json.dumps(editor_schema(options.modules), indent=1)}\n")
@@ -338,6 +362,7 @@ def _bench(options: argparse.Namespace) -> int:
     from lightning_gc.methods.sections import read_known
 
     read_known(options.config, ("model",))
+    _needs("jsonargparse")
     from lightning_gc.bench.benchmark import bench
 
     bench(options)
@@ -363,6 +388,7 @@ def _advise(options: argparse.Namespace) -> int:
     from lightning_gc.methods.sections import read_known
 
     read_known(options.config, ("model",))
+    _needs("jsonargparse", "matplotlib")
     from lightning_gc.advice.advising import run
 
     for name, default in (("budget_seconds", 120.0), ("timeout", 120.0)):
@@ -416,7 +442,14 @@ def _rendezvous(options: argparse.Namespace) -> int:
             )
         sys.stdout.flush()
 
-    serve(options.port, secret, options.roll, began=began)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    try:
+        serve(options.port, secret, options.roll, began=began)
+    except SystemExit:
+        sys.stderr.write(f"{options.stopped.format(**vars(options))}\n")
+        return TERMINATED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return OK
 
 

@@ -169,7 +169,10 @@ class Chronicle:
         if not awaited or now < self._waits_until:
             return []
         self._waits_until = now + AGAIN
-        return [f"Workers wait for {awaited} ({now - self._waits_from:.0f} s so far)."]
+        return [
+            *self._rounds(),
+            f"Workers wait for {awaited} ({now - self._waits_from:.0f} s so far).",
+        ]
 
     def _round(self, record: Round, now: float) -> list[str]:
         said = [f"Worker {number} has left." for number in record.left]

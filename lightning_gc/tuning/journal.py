@@ -35,6 +35,10 @@ class StorageError(RuntimeError):
     """The storage cannot be used."""
 
 
+class NoJournalError(StorageError, ValueError):
+    """The file that is named is not a journal."""
+
+
 class Journal(BaseJournalBackend):
     """A journal in one file, to which processes append complete lines in turn.
 
@@ -100,9 +104,9 @@ class Journal(BaseJournalBackend):
     def damaged(self, line: int, why: str = "") -> StorageError:
         """Return the error for a line that is not an operation; it says what to do."""
         if line == 1:
-            return StorageError(
+            return NoJournalError(
                 f"{self.path} cannot be used: its first line is not of an Optuna journal{why}. "
-                f"Name a journal, or a file that does not exist yet."
+                f"Name a journal that lightning-gc tune has made. It makes one if the file is new."
             )
         return StorageError(
             f"{self.path}, line {line}, is damaged{why}. The file was not changed. Restore a "

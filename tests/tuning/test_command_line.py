@@ -154,6 +154,72 @@ def test_list_has_one_line_per_class(
     assert "ompressors" not in said
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("tune toy.yaml", "Stopped. Finished trials are kept. Repeat the command to resume."),
+        ("report --storage x", "Stopped."),
+        ("schema", "Stopped."),
+        ("list", "Stopped."),
+        ("check", "Stopped."),
+        ("advise", "Stopped. No measurement is kept."),
+        ("bench toy.yaml", "Stopped. No measurement is kept."),
+        ("rendezvous --roll r.jsonl", "Stopped. Rounds until now are in r.jsonl. Repeat the"),
+    ],
+)
+def test_ctrl_c_says_what_is_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, said: str
+) -> None:
+    def pressed(options: Any) -> int:
+        raise KeyboardInterrupt
+
+    pressed.__name__ = f"_{words.split()[0]}"
+    monkeypatch.setattr(cli, pressed.__name__, pressed)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert run(*words.split()) == cli.INTERRUPTED
+    shown = capsys.readouterr().err
+    assert shown.startswith(said)
+    assert ("kept" in shown) == ("kept" in said)
+
+
+def test_a_rendezvous_that_is_terminated_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(
+        "lightning_gc.local_steps.rendezvous.serve",
+        lambda *_, **__: signal.raise_signal(signal.SIGTERM),
+    )
+    assert run("rendezvous") == cli.TERMINATED
+    assert "Stopped. Rounds until now are in roll.jsonl." in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        ("tune toy.yaml", "optuna"),
+        ("report --storage toy.yaml", "matplotlib"),
+        ("fit toy.yaml", "jsonargparse"),
+        ("schema", "jsonargparse"),
+        ("bench toy.yaml", "jsonargparse"),
+        ("advise toy.yaml", "matplotlib"),
+    ],
+)
+def test_a_missing_extra_is_named(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    package: str,
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == package else name)
+    assert run(*words.split()) == cli.USAGE
+    shown = capsys.readouterr().err
+    assert f"This command needs {package}, not installed here." in shown
+    assert "pip install 'lightning-gc[tune]'" in shown
+
+
 def test_what_only_describes_compiles_no_kernel(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +301,9 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         (["tune", "toy.yaml", "--storage", "x://y"], "x://y is not the URL of a database"),
         (["report", "--storage", "fresh"], "The journal fresh does not exist"),
         (["report"], "--storage"),
+        (["report", "--storage", "toy.yaml"], "Name a journal that lightning-gc tune has made."),
+        (["report", "--storage", "bytes"], "Name a journal that lightning-gc tune has made."),
+        (["report", "--storage", "."], "does not exist"),
         (["tune", "toy.yaml", "--metric", "x"], "unrecognized arguments: --metric x"),
         ([], "COMMAND"),
         (["tune", "toy.yaml", "--compressor", "topkk"], "(did you mean 'topk'?). lightning-gc"),

@@ -80,3 +80,15 @@ def test_a_wait_is_told_when_it_is_long_and_each_half_minute() -> None:
     assert told.wait("worker 0 to end round 7", 60.0) == []
     assert told.wait("", 90.0) == []
     assert told.wait("worker 0 to end round 7", 91.0) == []
+
+
+def test_rounds_are_told_before_the_wait_that_follows_them() -> None:
+    told, said = Chronicle(), list[str]()
+    for number in range(3):
+        said += told.tell(committed(number, 0, 1), 1.0)
+    said += told.wait("worker 1", 2.0) + told.wait("worker 1", 2.0 + FIRST)
+    assert said == [
+        "Round 0 is committed, by workers 0, 1.",
+        "Rounds 1 to 2 are committed, by workers 0, 1.",
+        "Workers wait for worker 1 (10 s so far).",
+    ]
