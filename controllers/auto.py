@@ -160,11 +160,10 @@ class Auto(Controller):
             "dense_bytes": 0.0,
             "bytes": 0.0,
             "permitted": [],
-            "among": [],  # workers and optimizers for which it was measured
         }
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        new = state | {"among": [observation.workers, [*observation.optimizers]]}
+        new = dict(state)
         given = observation.each_step
         skipped = min(new["skip"], len(given))
         new["skip"] -= skipped
@@ -208,20 +207,12 @@ class Auto(Controller):
         left = f" Other candidates: {others}." if others else ""
         return f"{said}.{left}{cost_line}"
 
-    def resuming(
-        self, state: State, workers: int, optimizers: tuple[str, ...]
-    ) -> tuple[State, str]:
-        now: list[Any] = [workers, [*optimizers]]
-        before = state.get("among") or now  # absent in older checkpoints
-        kept = {name: state[name] for name in ("seconds", "spent")}
-        if before[0] != workers:
-            why = f"there were {before[0]} workers, and now {workers}"
-        elif before != now:
-            why = f"optimizers were {', '.join(before[1])}, and now {', '.join(now[1])}"
-        else:
+    def resuming(self, state: State, changed: str) -> tuple[State, str]:
+        if not changed:
             found = "" if state["took"] else ", and no method is chosen yet"
             return state, f"auto: resumed with {state['name']}{found}."
-        return self.init() | kept, f"auto: uncompressed, and it measures again, since {why}."
+        kept = {name: state[name] for name in ("seconds", "spent")}
+        return self.init() | kept, f"auto: uncompressed, and it measures again, since {changed}."
 
     def _rest(self, new: State, left: int) -> tuple[Decision, State]:
         """Stay uncompressed in a run that ends before a look would."""
