@@ -160,13 +160,10 @@ class Auto(Controller):
             "dense_bytes": 0.0,
             "bytes": 0.0,
             "permitted": [],
-            "among": [],  # workers and optimizers for which it was measured
         }
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        among = [observation.workers, [*observation.optimizers]]
-        # Older checkpoints have no "short".
-        new: State = {"short": 0} | state | {"among": among}
+        new: State = {"short": 0} | state  # "short" is absent in older checkpoints
         given = observation.each_step
         skipped = min(new["skip"], len(given))
         new["skip"] -= skipped
@@ -210,19 +207,12 @@ class Auto(Controller):
         left = f" Other candidates: {others}." if others else ""
         return f"{said}.{left}{cost_line}"
 
-    def resuming(
-        self, state: State, workers: int, optimizers: tuple[str, ...]
-    ) -> tuple[State, str]:
-        workers_before, before = state.get("among") or (workers, [*optimizers])
-        kept = {name: state[name] for name in ("seconds", "spent")}
-        if workers_before != workers:
-            why = f"there were {workers_before} workers, and now {workers}"
-        elif before != [*optimizers]:
-            why = f"optimizers were {', '.join(before)}, and now {', '.join(optimizers)}"
-        else:
+    def resuming(self, state: State, changed: str) -> tuple[State, str]:
+        if not changed:
             found = "" if state["took"] else ", and no method is chosen yet"
             return state, f"auto: resumed with {state['name']}{found}."
-        return self.init() | kept, f"auto: uncompressed, and it measures again, since {why}."
+        kept = {name: state[name] for name in ("seconds", "spent")}
+        return self.init() | kept, f"auto: uncompressed, and it measures again, since {changed}."
 
     def _rest(self, new: State, left: int) -> tuple[Decision, State]:
         """Stay uncompressed in a run that ends before a look would."""

@@ -215,7 +215,6 @@ class Observation:
         weighed: None unless the last decision asked for it. It has no candidates while a worker
             compiles kernels.
         optimizers: names of the optimizers' classes.
-        workers: their number.
         total_steps: steps of the run; None if unknown or without end.
     """
 
@@ -257,7 +256,6 @@ class Observation:
     each_step: tuple[float, ...] = ()
     weighed: Weighed | None = None
     optimizers: tuple[str, ...] = ()
-    workers: int = 1
     total_steps: int | None = None
 
     @property
@@ -382,9 +380,7 @@ class Controller(Settings, abc.ABC):
         """
         return self, 0
 
-    def resuming(
-        self, state: State, workers: int, optimizers: tuple[str, ...]
-    ) -> tuple[State, str]:
+    def resuming(self, state: State, changed: str) -> tuple[State, str]:
         """Return the state after a resume, and one line that worker 0 logs; empty for none.
 
         Another state than the given one begins like a new run, with a decision before the next
@@ -392,8 +388,8 @@ class Controller(Settings, abc.ABC):
 
         Args:
             state: of the checkpoint.
-            workers: their number now.
-            optimizers: names of their classes now.
+            changed: words on the number of workers or the optimizers, if they are others than
+                before; empty if not.
         """
         return state, ""
 

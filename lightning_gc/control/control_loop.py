@@ -133,6 +133,7 @@ class ControlLoop:
         self._to_come: set[str] = set()  # those of them that were to change before the epoch's end
         self._resumed = False  # within the epoch, or at its end
         self._resuming = False  # from the checkpoint to the next step
+        self._among: list[str] = []  # number of workers and optimizers of the last decision
         # Steps of the last decision, of the epoch's first, and of this controller's first.
         self._seen_step = self._epoch_step = self._first_step = self._step
 
@@ -170,7 +171,7 @@ class ControlLoop:
         groups = (group for optimizer in known for group in optimizer.param_groups)
         rate = float(max((group["lr"] for group in groups), default=0.0))
         if self._resuming:
-            self._resume(names_of(known), peers)
+            self._resume(self._among, self._setting(known), peers)
         begins = self._epoch != epoch
         if self.controller.needs.seconds:
             self._probes.clock.see(self._step, epoch)
@@ -180,7 +181,7 @@ class ControlLoop:
             # Within an epoch each step may have a decision, and no step is to start a thread.
             until = f"begin epoch {epoch}"
             with peers.awaiting(until) if begins else contextlib.nullcontext():
-                now = moment()
+                now, self._among = moment(), self._setting(known)
                 observation = self._observe(epoch, rate, now, peers, begins, names_of(known))
                 steps = now.total_steps
                 said = self._call_policy(observation, epoch, steps) if peers.decides else None
@@ -189,11 +190,17 @@ class ControlLoop:
             self._probes.clock.resume()
         self._rate = rate
 
-    def _resume(self, optimizers: tuple[str, ...], peers: Peers) -> None:
+    def _setting(self, optimizers: list[torch.optim.Optimizer]) -> list[str]:
+        return [f"{self._workers.first.workers} workers", *names_of(optimizers)]
+
+    def _resume(self, before: list[str], now: list[str], peers: Peers) -> None:
         """Let the controller look at the state of a checkpoint; all workers do the same."""
-        self._resuming = False
-        workers = self._workers.first.workers
-        state, line = self.controller.resuming(self.state, workers, optimizers)
+        self._resuming, changed = False, ""
+        if before and before[0] != now[0]:
+            changed = f"there were {before[0]}, and now {now[0]}"
+        elif before and before != now:
+            changed = f"optimizers were {', '.join(before[1:])}, and now {', '.join(now[1:])}"
+        state, line = self.controller.resuming(self.state, changed)
         if state is not self.state:
             self._start_over(state)
         if line and peers.decides:
@@ -232,6 +239,7 @@ class ControlLoop:
             "levels": self._workers.first.levels.requested(),
             "every": self._every,
             "weights": self._weights,
+            "among": self._among,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -244,7 +252,7 @@ class ControlLoop:
         self._first_step = self._step - state["first_steps"]
         self._metrics, self._to_come = state["metrics"], set(state["due"])
         self._resumed = True
-        self._resuming = True
+        self._resuming, self._among = True, state.get("among", [])  # absent in older checkpoints
         if state["decision"] is not None:
             self.decision = Decision(**state["decision"])
         if state["levels"] is not None:
@@ -339,7 +347,6 @@ class ControlLoop:
             ended=ended,
             resumed=resumed,
             optimizers=optimizers,
-            workers=self._workers.first.workers,
             total_steps=now.total_steps,
             **found,
         )
@@ -405,6 +412,7 @@ CONTROL_STATE = Record(
         "weights": Optional(Pair(LEVEL, Each(LEVEL))),
         "due": Listed(TEXT),
         "first_steps": INTEGER,
-    }
+    },
+    maybe={"among": Listed(TEXT)},
 )
 """What ``ControlLoop.state_dict`` returns."""

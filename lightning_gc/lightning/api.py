@@ -21,7 +21,7 @@ PRIVATE = {
         "_should_accumulate",
         "_should_check_val_fx",
     ),
-    "logged results": ("_forked_name",),
+    "logged results": ("_forked_name", "_logger_connector", "_progress_bar_metrics"),
     "strategies": (
         "_accelerator",
         "_configure_launcher",

@@ -35,7 +35,7 @@ def fitted(path: Path, workers: int, epochs: int, model: type[Books], resume: bo
     ("workers", "model", "says"),
     [
         (2, Books, "auto: resumed with powersgd."),
-        (3, Books, "measures again, since there were 2 workers, and now 3."),
+        (3, Books, "measures again, since there were 2 workers, and now 3 workers."),
         (2, WithOther, "measures again, since optimizers were SGD, and now Other."),
     ],
 )
