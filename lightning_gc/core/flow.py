@@ -193,13 +193,17 @@ def resume(flow: Flow, reply: Reply) -> Request | None:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed(*, inference: bool = False) -> Iterator[None]:
     """Run flows without gradients, and without modes of the user whose thread runs them.
 
     Autocast would change bits. What inference mode makes cannot be changed in place later.
+
+    Args:
+        inference: stay in inference mode, as what the caller made in it is to be changed.
     """
     autocast = partial(torch.autocast, enabled=False)
-    with torch.inference_mode(False), torch.no_grad(), autocast("cpu"), autocast("cuda"):
+    stays = inference and torch.is_inference_mode_enabled()
+    with torch.inference_mode(stays), torch.no_grad(), autocast("cpu"), autocast("cuda"):
         yield
 
 

@@ -326,7 +326,7 @@ class UnitGather:
         """Return memory for the output, as FSDP2 itself would get it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    @undisturbed()
+    @undisturbed(inference=True)  # a validation's
     def __call__(
         self,
         output_tensor: Tensor,
