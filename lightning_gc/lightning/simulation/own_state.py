@@ -232,20 +232,21 @@ class Kept:
             return one is two and self.same(other.value)
         return _equal_states(one, two)
 
-    def grown(self, value: Any) -> bool:
-        """Return whether numbers or texts have been added to a list of them; keep these too."""
+    def grown(self, value: Any, scope: Scope) -> bool:
+        """Return whether a list has more entries, and no tensor among them; keep these too."""
         known = self.content
         if type(value) is not list or value is not self.value or not isinstance(known, dict):
             return False
-        if self._inner or len(value) <= len(known) or value[: len(known)] != [*known.values()]:
-            return False
-        more = range(len(known), len(value))
-        if not all(type(value[index]) in _NUMBERS for index in more):
+        size = len(known)
+        more = Kept(value[size:], scope)
+        tensor = more.large or next(more.tensors(), None) is not None
+        if tensor or not Kept(value[:size], scope).alike(self):
             return False
         self.joint = True
-        known.update((index, value[index]) for index in more)
-        if len(value) > _MANY:
-            self.content = TooLarge(None)
+        if isinstance(known, Plain) and isinstance(more.content, Plain):
+            known.update(enumerate(more.content.values(), size))
+        else:
+            self.content = Kept(value, scope).content
         return True
 
     @property
@@ -510,7 +511,7 @@ class OwnState:
                 if (kept.value is value and kept.content is None) or kept.same(value, untouched):
                     continue
                 apart = any(key in own for own in self._own)
-                if apart or not kept.grown(value):
+                if apart or not kept.grown(value, scope):
                     changed[key] = Kept(value, scope, holder.large)
         return changed
 
