@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 _LARGE = 1 << 26
 """Bytes of a tensor, of which one copy for each worker is kept."""
+_SOME = 8
+"""Elements of a tensor that are looked at, beside their sum."""
 _MANY = 10_000
-"""Entries of a container that is looked into."""
+"""Entries of a container, with those of containers in it, that are looked into."""
 _DEEP = 6
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = {
@@ -83,6 +86,54 @@ class TooLarge:
     seen: Any
 
 
+class Plain(dict[Any, Any]):
+    """Content of a container of numbers and texts, which is compared as a whole."""
+
+
+class Untouched:
+    """Says which tensors are as at the last look, by a few operations for all of them.
+
+    What is written by ``.data`` has no version count, so sums and some elements are compared too.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+        self._seen: dict[int, tuple[Any, ...]] = {}
+
+    def begin(self, tensors: Iterable[Tensor]) -> None:
+        """Look at these; others are not known."""
+        before = self._views
+        self._views = {}
+        for each in tensors:
+            if type(each) in (Tensor, nn.Parameter) and each.is_contiguous():
+                known = before.get(id(each))
+                if known is None or known[1].data_ptr() != each.data_ptr():
+                    some = each.detach().view(-1)[:: max(each.numel() // _SOME, 1)][:_SOME]
+                    known = (each, some)
+                self._views[id(each)] = known
+        self._seen = self._look()
+
+    def again(self) -> set[int]:
+        """Look at the same ones; return the ids of those that are as before."""
+        before, self._seen = self._seen, self._look()
+        return {name for name, seen in self._seen.items() if seen == before[name]}
+
+    @torch.no_grad()
+    def _look(self) -> dict[int, tuple[Any, ...]]:
+        kinds: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        for pair in self._views.values():
+            kinds.setdefault((pair[0].dtype, pair[0].device), []).append(pair)
+        seen: dict[int, tuple[Any, ...]] = {}
+        for (dtype, _), pairs in kinds.items():
+            values = iter(torch.cat([some for _, some in pairs]).tolist())
+            sums = [0.0] * len(pairs)
+            if dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+                sums = torch.stack(torch._foreach_norm([each for each, _ in pairs], 1)).tolist()
+            for (each, some), total in zip(pairs, sums, strict=True):
+                seen[id(each)] = (*_place(each), total, *islice(values, some.numel()))
+        return seen
+
+
 class Kept:
     """A value and a copy of its content: put back, it is the same object with that content.
 
@@ -93,13 +144,19 @@ class Kept:
         large: bytes from which on a tensor is not copied.
     """
 
-    __slots__ = ("content", "value")
+    __slots__ = ("content", "joint", "value")
 
     def __init__(
-        self, value: Any, scope: Scope, large: float = _LARGE, around: tuple[int, ...] = ()
+        self,
+        value: Any,
+        scope: Scope,
+        large: float = _LARGE,
+        around: tuple[int, ...] = (),
+        left: list[int] | None = None,
     ) -> None:
         self.value = value
         self.content: Any = None
+        self.joint = False  # a record that several workers have added to
         if isinstance(value, _NUMBERS) or scope.holds(value) or id(value) in around:
             return
         if isinstance(value, Tensor):
@@ -111,17 +168,26 @@ class Kept:
         elif (stream := _stream(value)) is not None:
             self.content = stream[0](value)
         elif (parts := _parts(value)) is not None and len(around) < _DEEP:
-            within = (*around, id(value))
-            many = len(parts) > _MANY
-            self.content = (
-                TooLarge(len(parts))
-                if many
-                else {key: Kept(each, scope, large, within) for key, each in parts.items()}
-            )
+            within, left = (*around, id(value)), left or [_MANY]
+            left[0] -= len(parts)
+            if left[0] < 0:
+                self.content = TooLarge(len(parts))
+            elif all(type(each) in _NUMBERS for each in parts.values()):
+                self.content = Plain(parts)
+            else:
+                made = {k: Kept(each, scope, large, within, left) for k, each in parts.items()}
+                self.content = made if left[0] >= 0 else TooLarge(len(parts))
 
-    def same(self, value: Any) -> bool:
-        """Return whether a value has this content; NaN equals NaN."""
+    def same(self, value: Any, untouched: Collection[int] = ()) -> bool:
+        """Return whether a value has this content; NaN equals NaN.
+
+        Args:
+            value: of the same worker, now.
+            untouched: ids of tensors that have not been changed.
+        """
         if isinstance(self.content, Tensor):
+            if value is self.value and id(value) in untouched:
+                return True
             return isinstance(value, Tensor) and _equal(value, self.content)
         if isinstance(self.content, np.ndarray):
             return isinstance(value, np.ndarray) and _equal_arrays(value, self.content)
@@ -137,16 +203,29 @@ class Kept:
         if (stream := _stream(value)) is not None:
             return _equal_states(stream[0](value), self.content)
         parts = _parts(value)
-        return (
-            parts is not None
-            and len(parts) == len(self.content)
-            and all(key in parts and kept.same(parts[key]) for key, kept in self.content.items())
-        )
+        if parts is None or len(parts) != len(self.content):
+            return False
+        if isinstance(self.content, Plain):
+            return bool(parts == self.content)
+        return all(k in parts and kept.same(parts[k], untouched) for k, kept in self._inner.items())
+
+    @property
+    def _inner(self) -> dict[Any, Kept]:
+        """What a container holds, by key; empty for anything else."""
+        plain = type(self.content) is not dict or _stream(self.value) is not None
+        return {} if plain else self.content
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Return those that have been copied."""
+        if isinstance(self.content, Tensor) and isinstance(self.value, Tensor):
+            yield self.value
+        for each in self._inner.values():
+            yield from each.tensors()
 
     def alike(self, other: Kept) -> bool:
         """Return whether two workers' values have the same content."""
         one, two = self.content, other.content
-        if isinstance(one, dict) and isinstance(two, dict) and _stream(self.value) is None:
+        if self._inner and other._inner:
             known = one.keys() == two.keys()
             return known and all(kept.alike(two[key]) for key, kept in one.items())
         if one is None or two is None or isinstance(one, TooLarge):
@@ -154,31 +233,27 @@ class Kept:
         return _equal_states(one, two)
 
     def grown(self, value: Any, scope: Scope) -> bool:
-        """Return whether it is a list that numbers and texts have been added to; keep these too."""
+        """Return whether a list has more entries, and no tensor among them; keep these too."""
         known = self.content
         if type(value) is not list or value is not self.value or not isinstance(known, dict):
             return False
-        if len(value) <= len(known) or not all(known[i].same(value[i]) for i in range(len(known))):
+        size = len(known)
+        more = Kept(value[size:], scope)
+        tensor = more.large or next(more.tensors(), None) is not None
+        if tensor or not Kept(value[:size], scope).alike(self):
             return False
-        more = {i: Kept(value[i], scope) for i in range(len(known), len(value))}
-        if not all(each.noted for each in more.values()):
-            return False
-        self.content = TooLarge(None) if len(value) > _MANY else known | more
+        self.joint = True
+        if isinstance(known, Plain) and isinstance(more.content, Plain):
+            known.update(enumerate(more.content.values(), size))
+        else:
+            self.content = Kept(value, scope).content
         return True
-
-    @property
-    def noted(self) -> bool:
-        """Whether it is made of numbers and texts, as a record is; a loss may use tensors."""
-        if isinstance(self.content, dict) and _stream(self.value) is None:
-            return all(each.noted for each in self.content.values())
-        return isinstance(self.value, _NUMBERS)
 
     @property
     def large(self) -> bool:
         """Whether it holds what has not been copied."""
-        if isinstance(self.content, dict) and _stream(self.value) is None:
-            return any(each.large for each in self.content.values())
-        return isinstance(self.content, TooLarge)
+        inner = any(each.large for each in self._inner.values())
+        return inner or isinstance(self.content, TooLarge)
 
     def put(self) -> Any:
         """Return the value, with the content that was kept."""
@@ -196,12 +271,13 @@ class Kept:
         elif (stream := _stream(value)) is not None:
             stream[1](value, content)
         else:
-            _refill(value, {key: kept.put() for key, kept in content.items()})
+            inner = self._inner
+            _refill(value, {k: inner[k].put() if inner else each for k, each in content.items()})
         return value
 
 
 def _place(value: Tensor) -> tuple[int, int]:
-    return value.data_ptr(), value._version
+    return value.data_ptr(), 0 if value.is_inference() else value._version
 
 
 def _seen(value: Any) -> Any:
@@ -333,8 +409,8 @@ class OwnState:
 
     One that changes in a worker's turn is that worker's from then on, such as Prodigy's ``d`` or a
     number that ``training_step`` counts up. One that changes between turns, as a scheduler sets a
-    learning rate, is common to all. Between turns holders have worker 0's. A list of numbers or texts
-    that only grows is one record of all workers; one of tensors is each worker's own.
+    learning rate, is common to all. Between turns holders have worker 0's. A list of numbers or
+    texts that only grows is one record of all workers; one of tensors is each worker's own.
 
     Args:
         workers: W.
@@ -343,6 +419,7 @@ class OwnState:
             have different ones.
         too_large: called with label and name of a value that changes in a turn and was too large
             to be kept for each worker.
+        joint: called with label and name of a record of all workers that becomes each one's own.
 
     Attributes:
         present: whose turn it is, or None.
@@ -354,9 +431,10 @@ class OwnState:
         holders: Callable[[], tuple[list[Holder], Scope]],
         differing: Callable[[str, str], None],
         too_large: Callable[[str, str], None],
+        joint: Callable[[str, str], None],
     ) -> None:
         self._workers, self._holders = workers, holders
-        self._differing, self._too_large = differing, too_large
+        self._differing, self._too_large, self._joint = differing, too_large, joint
         self.present: int | None = None
         self.forget()
 
@@ -364,6 +442,7 @@ class OwnState:
         """Let all workers have the values that holders have next."""
         self._common: dict[Key, Kept] = {}
         self._own: list[dict[Key, Kept]] = [{} for _ in range(self._workers)]
+        self._untouched = Untouched()
 
     def enter(self, worker: int | None) -> None:
         """Begin a worker's turn, or with None none's."""
@@ -376,11 +455,19 @@ class OwnState:
                 if key in self._common:
                     self._too_large(*key)
                     self._common[key] = changed.pop(key)
+            for key in changed:
+                if key in self._common and self._common[key].joint:
+                    self._joint(*key)
             self._own[self.present] |= changed
         else:
             self._share(changed)
         self.present = worker
-        self._put(holders, worker or 0)
+        put = self._put(holders, worker or 0)
+        if changed or put:
+            known = (self._common | self._own[worker or 0]).values()
+            self._untouched.begin(
+                t for each in known if each.content is not None for t in each.tensors()
+            )
 
     @contextmanager
     def own(self, worker: int | None) -> Iterator[None]:
@@ -412,19 +499,26 @@ class OwnState:
         """Return the values that are not those of the worker that is present."""
         known = self._common | self._own[self.present or 0]
         changed: dict[Key, Kept] = {}
+        untouched = self._untouched.again()
         for holder in holders:
             for name, value in holder.values.items():
                 key = (holder.label, name)
-                if name in holder.left_out or (key in known and known[key].same(value)):
+                kept = known.get(key)
+                if kept is None:
+                    if name not in holder.left_out:
+                        changed[key] = Kept(value, scope, holder.large)
+                    continue
+                if (kept.value is value and kept.content is None) or kept.same(value, untouched):
                     continue
                 apart = any(key in own for own in self._own)
-                if apart or key not in known or not known[key].grown(value, scope):
+                if apart or not kept.grown(value, scope):
                     changed[key] = Kept(value, scope, holder.large)
         return changed
 
-    def _put(self, holders: list[Holder], worker: int) -> None:
+    def _put(self, holders: list[Holder], worker: int) -> bool:
+        """Give holders what is a worker's own; return whether any worker has something."""
         if not any(self._own):
-            return
+            return False
         given = self._common | self._own[worker]
         apart = {key for own in self._own for key in own}
         for holder in holders:
@@ -436,6 +530,7 @@ class OwnState:
             kept, values = given[label, name], places.get(label)
             if values is not None and not (name in values and kept.same(values[name])):
                 values[name] = kept.put()
+        return True
 
 
 _GLOBAL = {

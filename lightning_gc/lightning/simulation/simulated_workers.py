@@ -422,10 +422,10 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     def _own_states(self) -> tuple[OwnState, OwnState]:
         """Return what each process has of its own, and what each worker's optimizers have."""
         self._held, self._samplers, self._frozen = [], [], {}
-        says = (self._say_differing, self._say_large)
+        says = (self._say_large, self._say_joint)
         return (
-            OwnState(self._processes, self._holders, *says),
-            OwnState(self.workers, self._optimizers_held, self._differing_settings, says[1]),
+            OwnState(self._processes, self._holders, self._say_differing, *says),
+            OwnState(self.workers, self._optimizers_held, self._differing_settings, *says),
         )
 
     def _scope(self) -> Scope:
@@ -468,6 +468,14 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             f"changes within a worker's micro-batch, and holds too much to be kept for "
             f"each of {self._processes} workers. All change the same one, so it changes "
             f"{self._processes} times in a step, where each real worker changes its own once",
+        )
+
+    def _say_joint(self, label: str, name: str) -> None:
+        self._say_once(
+            label,
+            name,
+            f"was one record of all {self._processes} workers while it only grew, and has their"
+            f" entries. A real worker has its own alone, as here with a collections.deque",
         )
 
     def _say_once(self, label: str, name: str, what: str) -> None:

@@ -1,0 +1,82 @@
+"""What OwnState notices and says, and how little it does where nothing is a worker's own."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_gc.lightning.simulation.own_state import Holder, OwnState, Scope
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(call)] += 1
+        return call(*args, **(kwargs or {}))
+
+
+def said(*_: str) -> None:
+    raise AssertionError(_)
+
+
+def state(values: list[dict[str, Any]], notes: dict[str, list[Any]] | None = None) -> OwnState:
+    held = [Holder(str(index), each) for index, each in enumerate(values)]
+    kinds = ("differing", "too_large", "joint")
+    says = [said if notes is None else lambda *key, k=k: notes[k].append(key) for k in kinds]
+    return OwnState(2, lambda: (held, Scope((), ())), *says)  # type: ignore[arg-type]
+
+
+def part(index: int) -> dict[str, Any]:
+    weight = nn.Parameter(torch.full((64,), float(index)), requires_grad=False)
+    settings = {"names": ["a", "b"], "rate": 0.1}
+    return {"weight": weight, "mask": torch.ones(64) * index, "n": index, "settings": settings}
+
+
+def test_a_turn_without_changes_makes_few_operations() -> None:
+    """However many modules there are; nothing is copied, and vocabularies are compared as one."""
+    values = [part(index) for index in range(200)]
+    values[0]["vocabulary"] = {str(index): index for index in range(9_000)}
+    own = state(values)
+    own.enter(0)  # all is kept for the first time
+    for worker in (1, None, 0):
+        with Counted() as counted:
+            own.enter(worker)
+        assert sum(counted.calls.values()) <= 6, counted.calls
+        assert not any("clone" in name or "copy" in name for name in counted.calls)
+
+
+def test_a_tensor_written_by_its_data_is_noticed() -> None:
+    """It has no new version; one place of many changes, or each by little."""
+    values = [part(index) for index in range(3)]
+    own = state(values)
+    own.enter(0)
+    values[1]["mask"].data[17] = 5.0
+    values[2]["weight"].data.mul_(1 + 1e-6)
+    own.enter(1)
+    assert values[1]["mask"][17] == 1.0
+    assert torch.equal(values[2]["weight"], torch.full((64,), 2.0))
+    own.enter(0)
+    assert values[1]["mask"][17] == 5.0
+    assert not torch.equal(values[2]["weight"], torch.full((64,), 2.0))
+
+
+def test_a_record_that_becomes_a_queue_is_said() -> None:
+    notes: dict[str, list[Any]] = {"differing": [], "too_large": [], "joint": []}
+    values: list[dict[str, Any]] = [{"losses": [], "bank": []}]
+    own = state(values, notes)
+    for step in range(3):
+        for worker in (0, 1):
+            own.enter(worker)
+            values[0]["losses"].append(float(step))
+            values[0]["bank"].append(torch.full((2,), float(worker)))
+            assert [int(each[0]) for each in values[0]["bank"]] == [worker] * (step + 1)
+    assert len(values[0]["losses"]) == 6
+    assert not any(notes.values())
+    values[0]["losses"].pop(0)
+    own.enter(None)
+    assert notes == {"differing": [], "too_large": [], "joint": [("0", "losses")]}
