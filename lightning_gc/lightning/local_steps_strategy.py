@@ -431,8 +431,9 @@ class LocalSteps(LocalHooks, RealWorker):
     parameters and sparse gradients need no settings.
 
     Validation, test and the ``state_dict`` of checkpoints see the common weights; buffers with
-    floating point, such as running statistics, are averaged with each exchange, and so are
-    parameters that are not trained once they change, as a mean teacher's do. Gradients are clipped
+    floating point, such as running statistics, are averaged with each exchange, unless ``buffers``
+    says otherwise, and so are parameters that are not trained once they change, as a mean teacher's
+    do. Gradients are clipped
     by each worker for itself. Optimizers keep their state per worker, unless ``moments`` are given.
 
     Args:
