@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
+from pytorch_lightning.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -301,7 +302,18 @@ def parse() -> argparse.Namespace:
     add("--simulate", action="store_true", help="simulate both workers, here too")
     add("--work", help=argparse.SUPPRESS)
     add("--out", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps < 4:  # the first half of a run is not measured
+        parser.error(f"--steps {options.steps}: give 4 or more, such as 100.")
+    if not 0 < options.mbit < float("inf"):
+        parser.error(f"--mbit {options.mbit:g}: give a number above 0, such as 200.")
+    try:
+        known = options.after in StrategyRegistry
+    except ValueError as error:  # of lightning_gc, with the name that may be meant
+        parser.error(f"--after: {error}")
+    if not known:
+        parser.error(f"--after {options.after}: give a name such as compressed_ddp_topk.")
+    return options
 
 
 def say(line: str) -> None:
