@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import itertools
 import json
 import logging
@@ -307,12 +308,10 @@ def parse() -> argparse.Namespace:
         parser.error(f"--steps {options.steps}: give 4 or more, such as 100.")
     if not 0 < options.mbit < float("inf"):
         parser.error(f"--mbit {options.mbit:g}: give a number above 0, such as 200.")
-    try:
-        known = options.after in StrategyRegistry
-    except ValueError as error:  # of lightning_gc, with the name that may be meant
-        parser.error(f"--after: {error}")
-    if not known:
-        parser.error(f"--after {options.after}: give a name such as compressed_ddp_topk.")
+    known = list(StrategyRegistry)
+    if options.after not in known:
+        near = difflib.get_close_matches(options.after, known, n=1) or ["compressed_ddp_topk"]
+        parser.error(f"--after {options.after} is not a strategy; give a name such as {near[0]}.")
     return options
 
 

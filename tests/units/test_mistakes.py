@@ -261,8 +261,8 @@ MISTAKES = [
     ),
     (
         "decision_of(Forgets(), Observation(0), {})",
-        "Forgets.decide returned Decision(level=0.1); it returns a pair, the decision and its new state: "
-        "`return Decision(0.1), state`.",
+        "Forgets.decide returned Decision(level=0.1); it returns a pair, the decision and its new "
+        "state: `return Decision(0.1), state`.",
     ),
     (
         "decision_of(Asks(), Observation(0, metrics={'loss': 1.0, 'val_loss': 2.0}), {'seen': 1})",
