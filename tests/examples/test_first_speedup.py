@@ -35,7 +35,10 @@ def compared(folder: Path, *options: str) -> dict[str, list[float]]:
     ("words", "said"),
     [
         (["--after", "typo"], "typo is not a strategy; give a name such as"),
-        (["--after", "compressed_ddp_topq"], "topq is not a strategy; give a name such as compressed_ddp_topk."),
+        (
+            ["--after", "compressed_ddp_topq"],
+            "topq is not a strategy; give a name such as compressed_ddp_topk.",
+        ),
         (["--steps", "0"], "--steps 0: give 4 or more, such as 100."),
         (["--mbit", "nan"], "--mbit nan: give a number above 0, such as 200."),
     ],
