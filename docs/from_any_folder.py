@@ -9,11 +9,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
+
 UNBUILT = re.compile(r"^.*<!-- unbuilt -->\n\n?", re.M)
 
 
+@event_priority(100)  # plugins keep the path that they find
 def on_config(config: Any) -> None:
     """Go to the folder of mkdocs.yml: mkdocstrings shows paths of sources from the current one."""
+    # Made absolute first: mkdocs joins it later to the folder that includes are read from.
+    config.config_file_path = str(Path(config.config_file_path).resolve())
     os.chdir(Path(config.config_file_path).parent)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import itertools
 import json
 import logging
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
+from pytorch_lightning.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -301,7 +303,16 @@ def parse() -> argparse.Namespace:
     add("--simulate", action="store_true", help="simulate both workers, here too")
     add("--work", help=argparse.SUPPRESS)
     add("--out", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps < 4:  # the first half of a run is not measured
+        parser.error(f"--steps {options.steps}: give 4 or more, such as 100.")
+    if not 0 < options.mbit < float("inf"):
+        parser.error(f"--mbit {options.mbit:g}: give a number above 0, such as 200.")
+    known = list(StrategyRegistry)
+    if options.after not in known:
+        near = difflib.get_close_matches(options.after, known, n=1) or ["compressed_ddp_topk"]
+        parser.error(f"--after {options.after} is not a strategy; give a name such as {near[0]}.")
+    return options
 
 
 def say(line: str) -> None:

@@ -31,7 +31,9 @@ from lightning_gc.core import (
     Record,
 )
 from lightning_gc.core.notices import say
+from lightning_gc.core.registry import did_you_mean
 from lightning_gc.core.saved_state import FINITE, FLAG, INTEGER, LEVEL
+from lightning_gc.core.settings import short
 from lightning_gc.engine.levels import Requested
 from lightning_gc.exchange.peers import Peers
 from lightning_gc.exchange.workers import Workers
@@ -279,7 +281,8 @@ class ControlLoop:
         said = json.loads(peers.told_by_decider(text))
         if "error" in said:
             raise RuntimeError(
-                f"The controller failed on worker 0, so all workers stop. {said['error']}"
+                f"The controller {type(self.controller).__name__} failed on worker 0, so all "
+                f"workers stop. {said['error']}"
             )
         self.state, self._pause = said["state"], said["pause"]
         decision = Decision(**said["decision"])
@@ -362,22 +365,38 @@ def decision_of(
     controller: Controller, observation: Observation, state: dict[str, Any]
 ) -> tuple[Decision, dict[str, Any]]:
     """Let a controller decide; ValueError if it returns anything but a decision and a state."""
-    answer: Any = controller.decide(observation, state)
+    name = type(controller).__name__
+    try:
+        answer: Any = controller.decide(observation, state)
+    except KeyError as error:
+        (key,) = error.args[:1] or ("",)
+        if key in observation.metrics or key in state:
+            raise
+        raise ValueError(
+            f"{name}.decide asks for {key!r}, which does not exist"
+            f"{did_you_mean(key, {*observation.metrics, *state})}. observation.metrics has "
+            f"{_listed(observation.metrics)}; its state has {_listed(state)}."
+        ) from error
     pair = isinstance(answer, tuple) and len(answer) == 2
     if pair and isinstance(answer[0], Decision):
         every, known = answer[0].every, controller.needs.rounds
         if every is not None and every not in known:
             raise ValueError(
-                f"{type(controller).__name__} sets H = {every!r}, which is not in its needs: "
+                f"{name} sets H = {every!r}, which is not in its needs: "
                 f"`return Needs(rounds={(*known, every)!r})`."
             )
         return answer[0], answer[1]
     level = answer[0] if pair else answer
+    level = getattr(level, "level", level)
     level = level if isinstance(level, int | float) else 0.01
     raise ValueError(
-        f"{type(controller).__name__}.decide returned {answer!r}; it returns a pair, the decision "
-        f"and its new state: `return Decision({level!r}), state`."
+        f"{name}.decide returned {short(answer)}; it returns a pair, the decision and its new "
+        f"state: `return Decision({level!r}), state`."
     )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(str, names)) or "nothing yet"
 
 
 CONTROL_STATE = Record(

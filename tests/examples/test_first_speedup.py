@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,32 @@ def compared(folder: Path, *options: str) -> dict[str, list[float]]:
     assert re.search(r"A step is \S+ times as fast, with \S+ times fewer bytes\.", done.stdout)
     rows = re.findall(r"^(\w*ddp\w*) +(\S+) +(\S+) +(\S+)$", done.stdout, re.M)
     return {name: [float(figure) for figure in figures] for name, *figures in rows}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--after", "typo"], "typo is not a strategy; give a name such as"),
+        (
+            ["--after", "compressed_ddp_topq"],
+            "topq is not a strategy; give a name such as compressed_ddp_topk.",
+        ),
+        (["--steps", "0"], "--steps 0: give 4 or more, such as 100."),
+        (["--mbit", "nan"], "--mbit nan: give a number above 0, such as 200."),
+    ],
+)
+def test_options_are_judged_before_training(
+    words: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["first_speedup.py", *words])
+    program = runpy.run_path(str(EXAMPLE), run_name="example")
+    with pytest.raises(SystemExit) as end:
+        program["parse"]()
+    assert end.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.processes

@@ -19,7 +19,7 @@ from lightning_fabric.strategies import STRATEGY_REGISTRY
 import lightning_gc
 from lightning_gc import controllers
 from lightning_gc.control.control_loop import decision_of
-from lightning_gc.controllers import Controller, Observation
+from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.lightning import for_lightning
 from tests.support.fitting import fit, unwarned
@@ -287,6 +287,16 @@ MISTAKES = [
         "Halves.decide returned 0.5; it returns a pair, the decision and its new state: "
         "`return Decision(0.5), state`.",
     ),
+    (
+        "decision_of(Forgets(), Observation(0), {})",
+        "Forgets.decide returned Decision(level=0.1); it returns a pair, the decision and its new "
+        "state: `return Decision(0.1), state`.",
+    ),
+    (
+        "decision_of(Asks(), Observation(0, metrics={'loss': 1.0, 'val_loss': 2.0}), {'seen': 1})",
+        "Asks.decide asks for 'val_los', which does not exist (did you mean 'val_loss'?). "
+        "observation.metrics has loss, val_loss; its state has seen.",
+    ),
     # strategies for the Trainer
     (
         "Trainer(strategy='compressed_ddp_top_k', devices=2, accelerator='cpu')",
@@ -328,11 +338,26 @@ MISTAKES = [
 class Halves(Controller):
     """Returns a number, which seems natural."""
 
+    returns: Any = 0.5
+
     def init(self) -> dict[str, Any]:
         return {}
 
     def decide(self, observation: Observation, state: dict[str, Any]) -> Any:
-        return 0.5
+        return self.returns
+
+
+class Forgets(Halves):
+    """Returns no state."""
+
+    returns = Decision(0.1)
+
+
+class Asks(Halves):
+    """Reads a metric that nobody logs."""
+
+    def decide(self, observation: Observation, state: dict[str, Any]) -> Any:
+        return Decision(observation.metrics["val_los"]), state
 
 
 @pytest.mark.parametrize(("code", "sentence"), MISTAKES, ids=[code for code, _ in MISTAKES])
@@ -342,7 +367,8 @@ def test_each_gets_its_sentence(code: str, sentence: str | None) -> None:
     names |= {"FIXED": controllers.Fixed(0.1), "Fabric": Fabric}
     linear = torch.nn.Linear(2, 2)
     names |= {"MODULE": linear, "SGD": torch.optim.SGD(linear.parameters(), lr=0.1)}
-    names |= {"Halves": Halves, "Observation": Observation, "decision_of": decision_of}
+    names |= {"Halves": Halves, "Forgets": Forgets, "Asks": Asks}
+    names |= {"Observation": Observation, "decision_of": decision_of}
     if sentence is None:
         eval(code, names)  # noqa: S307 - the rows above
         return
