@@ -135,7 +135,7 @@ class ControlLoop:
         self._to_come: set[str] = set()  # those of them that were to change before the epoch's end
         self._resumed = False  # within the epoch, or at its end
         self._resuming = False  # from the checkpoint to the next step
-        self._among: list[str] = []  # number of workers and optimizers of the last decision
+        self._among: list[str] = []  # workers and optimizers for which choices were weighed
         # Steps of the last decision, of the epoch's first, and of this controller's first.
         self._seen_step = self._epoch_step = self._first_step = self._step
 
@@ -183,7 +183,8 @@ class ControlLoop:
             # Within an epoch each step may have a decision, and no step is to start a thread.
             until = f"begin epoch {epoch}"
             with peers.awaiting(until) if begins else contextlib.nullcontext():
-                now, self._among = moment(), self._setting(known)
+                now = moment()
+                self._among = self._setting(known) if self.controller.needs.weighed else []
                 observation = self._observe(epoch, rate, now, peers, begins, names_of(known))
                 steps = now.total_steps
                 said = self._call_policy(observation, epoch, steps) if peers.decides else None
@@ -241,7 +242,7 @@ class ControlLoop:
             "levels": self._workers.first.levels.requested(),
             "every": self._every,
             "weights": self._weights,
-            "among": self._among,
+            **({"among": self._among} if self._among else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -254,7 +255,7 @@ class ControlLoop:
         self._first_step = self._step - state["first_steps"]
         self._metrics, self._to_come = state["metrics"], set(state["due"])
         self._resumed = True
-        self._resuming, self._among = True, state.get("among", [])  # absent in older checkpoints
+        self._resuming, self._among = True, state.get("among", [])
         if state["decision"] is not None:
             self.decision = Decision(**state["decision"])
         if state["levels"] is not None:

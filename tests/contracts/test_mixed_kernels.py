@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -203,7 +203,7 @@ def _shards(worker: int) -> str:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     model = nn.Linear(64, 64, bias=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    handle = attach(model, QSGD(4))
+    handle = attach(cast(FSDPModule, model), QSGD(4))
     model(torch.ones(2, 64)).sum().backward()
     if worker == 1:
         handle._workers.set_levels(100)
