@@ -197,7 +197,7 @@ class Rows(Dataset[Tensor]):
 
 class Tells(Plain):
     def on_train_epoch_start(self) -> None:
-        loader = self.trainer.train_dataloader
+        loader: Any = self.trainer.train_dataloader
         for told in (loader.dataset, loader.batch_sampler):
             if hasattr(told, "set_epoch"):
                 told.set_epoch(self.current_epoch)
@@ -206,12 +206,13 @@ class Tells(Plain):
 
 
 def shuffled(drawing: str) -> DataLoader[Any]:
-    return DataLoader(common_rows(), 4, sampler=Shuffles(len(common_rows()), drawing))
+    rows: Any = common_rows()
+    return DataLoader(rows, 4, sampler=Shuffles(len(rows), drawing))
 
 
 def in_batches() -> DataLoader[Any]:
-    sampler = Shuffles(len(common_rows()), "epoch")
-    return DataLoader(common_rows(), batch_sampler=Batches(sampler, 4, False))
+    rows: Any = common_rows()
+    return DataLoader(rows, batch_sampler=Batches(Shuffles(len(rows), "epoch"), 4, False))
 
 
 def by_epoch() -> DataLoader[Any]:
