@@ -250,6 +250,13 @@ class Kept:
         return True
 
     @property
+    def is_reset(self) -> bool:
+        """Whether it is None, zero or empty, which real workers set theirs to as well."""
+        if isinstance(self.value, _NUMBERS):
+            return not self.value
+        return isinstance(self.content, Plain) and not self.content
+
+    @property
     def large(self) -> bool:
         """Whether it holds what has not been copied."""
         inner = any(each.large for each in self._inner.values())
@@ -490,7 +497,8 @@ class OwnState:
                 if _stream(kept.value) is not None:  # each worker's goes on where it is
                     self._own[0][key] = kept
                     continue
-                self._differing(*key)
+                if not kept.is_reset:
+                    self._differing(*key)
             self._common[key] = kept
             for own in self._own:
                 own.pop(key, None)

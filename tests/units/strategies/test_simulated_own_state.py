@@ -80,3 +80,20 @@ def test_a_record_that_becomes_a_queue_is_said() -> None:
     values[0]["losses"].pop(0)
     own.enter(None)
     assert notes == {"differing": [], "too_large": [], "joint": [("0", "losses")]}
+
+
+def test_what_is_set_back_between_turns_is_common_without_a_word() -> None:
+    """Any other change of what workers have apart is said."""
+    notes: dict[str, list[Any]] = {"differing": [], "too_large": [], "joint": []}
+    values: list[dict[str, Any]] = [{"hidden": {}, "n": 0, "rate": 1.0}]
+    own = state(values, notes)
+    for worker in (0, 1):
+        own.enter(worker)
+        values[0]["hidden"]["h"] = values[0]["n"] = values[0]["rate"] = worker + 1
+    own.enter(None)
+    values[0]["hidden"].clear()
+    values[0]["n"] = 0
+    values[0]["rate"] *= 0.5
+    own.enter(1)
+    assert values == [{"hidden": {}, "n": 0, "rate": 0.5}]
+    assert notes == {"differing": [("0", "rate")], "too_large": [], "joint": []}
