@@ -47,7 +47,9 @@ class LocalTraining(TrainerCallback):
         torch.save(self.local.state_dict(), own(saved_to(self.trainer)))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Make the last exchange: the model has the common weights then."""
+        """Make the last exchange: the model has the common weights then, or the best ones."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self.local.reset()  # they have been loaded, and need no exchange
         self.local.finish()
 
 

@@ -34,7 +34,7 @@ from lightning_gc.exchange import configure
 from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS, refuse_auto
 from lightning_gc.exchange.validation import check_controller, check_timeout, refuse_lazy
 from lightning_gc.exchange.verification import Verify, verification
-from lightning_gc.exchange.workers import reshard
+from lightning_gc.exchange.workers import local_part, reshard
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.local_steps.elastic import ElasticExchange
 from lightning_gc.local_steps.local_rounds import (
@@ -296,6 +296,7 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         self._heard.counted()
         super().stepped(ends or count.steps + 1 == count.total)
         count.steps += 1
+        self._heard.changes.remember()
 
     def decide(self, epoch: int, moment: Callable[[], Moment]) -> None:
         """As for ``Attached``; levels change between exchanges, and steps count in rounds."""
@@ -372,16 +373,20 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
     def finish(self) -> None:
         """Exchange what is left, so that all workers end with the common weights; then close.
 
-        Call it on all workers, after the last step.
+        Call it on all workers, after the last step. If weights were loaded into the model since
+        then, as the best ones are at the end, all workers take worker 0's, bit for bit.
 
         Communication pattern:
-            If no step was made since the last exchange, an all-reduce of one number: whether
-            weights have changed on some worker all the same. If so, or else, the last exchange.
+            An all-reduce of one number: whether weights were loaded on some worker. If not, and no
+            step was made since the last exchange, another one: whether weights have changed on some
+            worker all the same. If so, or else, the last exchange.
 
         Raises:
             PeerError: the last exchange failed.
         """
         if self in self._open and self._elastic is None:
+            if self._on_any(self._heard.changes.warn_of_loaded()):
+                self.reset()
             steps, changed = self.rounds.position, self._heard.changes.warn()
             if self.rounds.apart or self._on_any(bool(changed)):
                 if not self._workers.first.step:
@@ -536,6 +541,7 @@ class OutsideChanges:
     def forget(self) -> None:
         """Take the weights as they are: they were loaded on all workers."""
         self._loaded = ""  # class of the module whose weights were loaded
+        self._after: dict[str, Tensor] = {}  # some weights, after the last step
         self.counted()
 
     def counted(self) -> None:
@@ -546,17 +552,44 @@ class OutsideChanges:
         """Note that weights were loaded into a module."""
         self._loaded = type(module).__name__
 
+    def warn_of_loaded(self) -> bool:
+        """Return whether weights were loaded since the last step; warn of it."""
+        if self._loaded:
+            warnings.warn(
+                f"{self._owner}: weights were loaded into {self._loaded} since the last step, so "
+                f"finish() gives worker 0's to all workers, uncompressed. Steps since the last "
+                f"exchange are dropped. To agree with that, call reset() on all workers first.",
+                stacklevel=4,
+            )
+        return bool(self._loaded)
+
+    def remember(self) -> None:
+        """Keep a few weights as they are after a step; no worker waits for its device."""
+        self._after = {name: part.clone() for name, part in self._some.items()}
+
+    @property
+    def _some(self) -> dict[str, Tensor]:
+        """The last weights of up to three parameters, of which a swap changes some."""
+        trained = ((n, local_part(p.detach())) for p, n in self._rounds.names.items())
+        found = [(n, p) for n, p in trained if p.is_contiguous() and n not in self._bounded]
+        chosen = {0: None, len(found) // 2: None, len(found) - 1: None}
+        return {found[at][0]: found[at][1].view(-1)[-8:] for at in chosen if found}
+
     def look(self) -> None:
         """Note which weights have changed before a pass, which may change some itself."""
         self._changed = self.found()
 
-    def found(self) -> str:
+    def found(self, *, within: bool = False) -> str:
         """Return which weights have changed since the last exchange, if no step has been counted.
 
         With fragments or a delay there is always a step since the last exchange. Embeddings with a
-        ``max_norm`` change in each pass, and are left out.
+        ``max_norm`` change in each pass, and are left out. ``within``: if a step has been counted,
+        return which of a few weights have changed since then.
         """
         replaced = [] if self._rounds.apart else self._rounds.weights.replaced
+        if within and self._rounds.apart:
+            now = self._some
+            replaced = [n for n, each in self._after.items() if not _same(each, now.get(n))]
         changed = [name for name in replaced if name not in self._bounded]
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         return changed[0] + more if changed else ""
@@ -588,10 +621,11 @@ class OutsideChanges:
 
     def warn(self, changed: str | None = None) -> str:
         """Warn that these weights have changed, if any; None: look. Return which."""
-        changed = self.found() if changed is None else changed
+        changed = self.found(within=True) if changed is None else changed
         if changed:
+            since = "step" if self._rounds.apart else "exchange"
             warnings.warn(
-                f"{self._owner}: weights have changed since the last exchange without a step of "
+                f"{self._owner}: weights have changed since the last {since} without a step of "
                 f"its optimizer: {changed}. The change counts as this worker's training, and is "
                 f"averaged and compressed. If you have loaded weights, call reset() on all "
                 f"workers. To bound or norm weights, do it in a hook, by "
@@ -599,6 +633,11 @@ class OutsideChanges:
                 stacklevel=4,
             )
         return changed
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    """Return whether values are equal; NaN is NaN."""
+    return other is not None and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _refuse_unknown(cls: type, given: Mapping[str, Any]) -> None:

@@ -246,6 +246,38 @@ def loaded_and_reset(worker: int) -> Loop:
     return loop
 
 
+def best_at_the_end(worker: int) -> Loop:
+    """Within a round; another part of the weights on each worker would be averaged in."""
+    loop = Loop(worker)
+    loop.steps(3)
+    loop.model.load_state_dict(best().state_dict())
+    return loop
+
+
+def best() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def swapped_at_the_end(worker: int) -> Loop:
+    """Within a round, by ``.data``, as averages of weights are put in."""
+    loop = Loop(worker)
+    loop.steps(3)
+    for param in loop.model.parameters():
+        param.data.mul_(0.5)
+    return loop
+
+
+def shown_at_the_end(worker: int) -> Loop:
+    """Within a round; the worker's own are back before the last exchange."""
+    loop = Loop(worker, model=Bounded())
+    loop.steps(3)
+    with loop.local.common_weights():
+        loop.model(torch.ones(3, 4))
+    loop.model(torch.ones(3, 4))
+    return loop
+
+
 def set_between(worker: int) -> Loop:
     loop = Loop(worker)
     loop.steps(2)
@@ -388,6 +420,9 @@ LOOPS: dict[Any, tuple[str, int]] = {
     on_one_worker: ("without a step of its optimizer: 0.weight and 3 more", 2),
     loaded: ("were loaded into Linear since the last step", 1),
     loaded_and_reset: ("", 2),
+    best_at_the_end: ("into Sequential since the last step, so finish() gives worker 0's", 1),
+    swapped_at_the_end: ("changed since the last step without a step of its optimizer: 0.", 2),
+    shown_at_the_end: ("", 2),
     set_between: ("without a step of its optimizer: 2.weight. The change", 2),
     bounded_in_a_hook: ("", 2),
     accumulated: ("", 2),
@@ -453,6 +488,12 @@ def test_a_loop_is_right_or_told(case: Any, loops: list[dict[str, tuple[str, int
 def test_sam_by_hand_is_sam_by_a_closure(loops: list[dict[str, tuple[str, int, str]]]) -> None:
     for each in loops:
         assert each["sam_by_hand"] == each["sam_by_closure"]
+
+
+def test_weights_loaded_before_the_end_keep_every_bit(
+    loops: list[dict[str, tuple[str, int, str]]],
+) -> None:
+    assert [each["best_at_the_end"][2] for each in loops] == [digest(best())] * WORKERS
 
 
 class Steps(pl.Callback):
