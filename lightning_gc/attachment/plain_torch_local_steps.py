@@ -436,7 +436,7 @@ class LoopSteps:
 
     def __init__(self, local: LocalSteps, module: nn.Module, count: StepCount, scaler: Any) -> None:
         self._local, self._count, self._scaler = local, count, scaler
-        self._scaling = self._ended = self._fills = False
+        self._scaling = self._ended = False
         self._owner = owner = type(local).__name__
         rounds = local.rounds
 
@@ -471,9 +471,6 @@ class LoopSteps:
 
     def _before(self) -> None:
         """Refuse a step that would be lost, or be taken for another one."""
-        self._fills = fills_state(self._count.optimizer)
-        if self._fills:
-            return
         if not self._count.entered:
             raise RuntimeError(
                 f"{self._owner}(elastic=...): the worker has not come into the run yet, and would "
@@ -482,8 +479,6 @@ class LoopSteps:
         self.changes.judge(self.own.begun)
 
     def _after(self) -> None:
-        if self._fills:
-            return
         if self._scaler is None:
             self._local.stepped()
         elif not self._scaling:
@@ -510,18 +505,6 @@ class LoopSteps:
             return output
 
         scaler.step = counted
-
-
-def fills_state(optimizer: Optimizer) -> bool:
-    """Return whether a step only creates the optimizer's state, as for loading a checkpoint.
-
-    ``torch.distributed.checkpoint`` makes one at a rate of 0 with gradients of zeros.
-    """
-    groups = optimizer.param_groups
-    if optimizer.state or any(float(group["lr"]) != 0 for group in groups):
-        return False
-    grads = [param.grad for group in groups for param in group["params"]]
-    return all(grad is None or not bool(grad.any()) for grad in grads)
 
 
 class OutsideChanges:

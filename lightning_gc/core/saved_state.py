@@ -130,6 +130,17 @@ def _add(digest: _Hash, value: Any) -> None:
         )
 
 
+def unsaved(value: Any, place: str = "") -> str:
+    """Return where a state holds a value that ``checksum`` refuses, and its type; else ``""``."""
+    if isinstance(value, dict | list | tuple):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        inside = (unsaved(each, f"{place}[{name!r}]") for name, each in pairs)
+        return next(filter(None, inside), "")
+    if value is None or isinstance(value, Tensor | bool | int | float | str):
+        return ""
+    return f"{type(value).__name__} at {place}"
+
+
 def _as_plain(value: bool | int | float | str | None) -> str:
     # A file returns subclasses, such as NumPy's numbers, as the plain type.
     for kind in (bool, int, float, str):

@@ -116,9 +116,9 @@ class HostFamilies:
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
         """Keep all answers during an exchange; first take over what has been compiled."""
-        if not self._resting:
-            self.take_over()
         with self._lock:
+            if self._made and not self._resting:
+                self._use_made()
             self._running += 1
         try:
             yield
@@ -134,9 +134,12 @@ class HostFamilies:
     def take_over(self) -> None:
         """Use what has been compiled, unless an exchange runs."""
         with self._lock:
-            if self._made and not self._running:
-                self._works |= self._made
-                self._made = {}
+            self._use_made()
+
+    def _use_made(self) -> None:
+        if self._made and not self._running:
+            self._works |= self._made
+            self._made = {}
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:

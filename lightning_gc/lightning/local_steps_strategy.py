@@ -126,7 +126,7 @@ class LocalHooks(CompressedStrategy):
     def _configure_rounds(self, plan: RoundPlan, state: str) -> None:
         plan.check(self.compressor, self.memory, self.controller)
         self.plan = plan
-        self._keeps_mean = state == "mean"
+        self._keeps_mean, self._keeps_own = state == "mean", state == "full"
         self.checkpoint_parts.settings["exchanged"] = "weights"
 
     @property
@@ -144,6 +144,7 @@ class LocalHooks(CompressedStrategy):
             self._refuse_outside,
             counted=lambda: self._steps_own,
             fix="Return it from configure_optimizers",
+            saved=self._keeps_own,
         )
         self._listen()
         self._own = keep(self.checkpoint_parts, rounds, self._its_optimizers, self._scaler)

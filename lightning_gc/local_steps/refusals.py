@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_gc.core.saved_state import unsaved
+
 
 def refuse_shards(owner: str, module: nn.Module, *, islands: bool) -> None:
     """Raise ValueError for a parameter in shards, as FSDP2 and tensor parallelism have them.
@@ -148,6 +150,10 @@ class OwnSteps:
     Torch calls an optimizer's hooks once more within a ``step`` that calls ``super().step()``, and
     those of held ones. A step is heard once. One that has raised is forgotten.
 
+    So is, after the first step, a Python object in an optimizer's state, if checkpoints are to have
+    each worker's: they hold no code. A step that only creates a state, as for loading a checkpoint,
+    does not count.
+
     Warns of ``every`` steps in a row, or 2, that had no gradient and changed no weight.
 
     Args:
@@ -158,6 +164,7 @@ class OwnSteps:
         after: called after each step.
         counted: whether a step of any optimizer counts now.
         fix: what to do about the step of an optimizer that was not given.
+        saved: whether checkpoints have each worker's optimizers.
 
     Attributes:
         begun: whether a first step has been made.
@@ -172,8 +179,9 @@ class OwnSteps:
         after: Callable[[], None] = lambda: None,
         counted: Callable[[], bool] = lambda: False,
         fix: str = "",
+        saved: bool = True,
     ) -> None:
-        self._owner, self._names, self._every = owner, names, every
+        self._owner, self._names, self._every, self._saved = owner, names, every, saved
         self._do_before, self._do_after, self._counted, self._fix = before, after, counted, fix
         self.begun = False
         self._given: Sequence[Optimizer] = ()
@@ -183,6 +191,7 @@ class OwnSteps:
         self._frame: Any = None  # of the outermost's step
         self._watch: _Watch | None = None
         self._trains = True  # whether there were gradients before the step
+        self._fills = False  # whether the step only creates the optimizer's state
         self._idle = self._versions = 0  # steps in a row without gradients; after the last of them
 
     @property
@@ -268,7 +277,9 @@ class OwnSteps:
                 f"captured in a CUDA graph, whose replays call no step. Capture the forward and "
                 f"backward pass only, and call step() after each replay."
             )
-        self._do_before()
+        self._fills = _fills_state(optimizer)
+        if not self._fills:
+            self._do_before()
         self._frame = threading.get_ident(), _calling_frame()
         self._trains = not closure and self._has_gradients
 
@@ -281,7 +292,11 @@ class OwnSteps:
         if self._under_way:
             return
         self._forget()
+        if not self.begun and self._saved:
+            _refuse_objects(self._owner, self._given)
         self.begun = True
+        if self._fills:
+            return
         if self._trains or self._has_gradients:
             self._idle = 0
         else:
@@ -302,6 +317,30 @@ class OwnSteps:
                 f"row in which no exchanged weight had a gradient, so nothing was trained. Call "
                 f"backward before step, on the model and the optimizer that {self._owner} has.",
                 stacklevel=2,
+            )
+
+
+def _fills_state(optimizer: Optimizer) -> bool:
+    """Return whether a step only creates the optimizer's state, as for loading a checkpoint.
+
+    ``torch.distributed.checkpoint`` makes one at a rate of 0 with gradients of zeros.
+    """
+    groups = optimizer.param_groups
+    if optimizer.state or any(float(group["lr"]) != 0 for group in groups):
+        return False
+    grads = [param.grad for group in groups for param in group["params"]]
+    return all(grad is None or not bool(grad.any()) for grad in grads)
+
+
+def _refuse_objects(owner: str, optimizers: Iterable[Optimizer]) -> None:
+    """Raise ValueError for an optimizer whose state has what checkpoints could only pickle."""
+    for optimizer in optimizers:
+        found = unsaved(optimizer.state_dict())
+        if found:
+            raise ValueError(
+                f"{owner}: the state of {type(optimizer).__name__} has {found}, and checkpoints "
+                f"of each worker hold tensors, numbers, texts, lists and dicts only. Keep it "
+                f"outside of the optimizer's state, or as one of these."
             )
 
 

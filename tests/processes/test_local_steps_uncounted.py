@@ -3,6 +3,8 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from lightning_gc import Identity, LocalSteps, Together
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedLocalStepsStrategy
 from tests.support.accelerator import WORKERS
-from tests.support.fitting import digest, fit
+from tests.support.fitting import digest, fit, unwarned
 from tests.support.local_steps import Learner, local
 from tests.support.models import own_batches
 from tests.support.processes import run_in_processes
@@ -520,10 +522,25 @@ class Broken(Learner):
         self.head.weight.data.fill_(torch.nan)
 
 
+class Remembers(torch.optim.SGD):
+    """Keeps an object in its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        self.state[self.param_groups[0]["params"][0]]["seen"] = Fraction(1, 3)
+        return found
+
+
+class Remembering(Learner):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Remembers(self.parameters(), lr=0.1)
+
+
 FITS: dict[str, tuple[dict[str, Any], str]] = {
     "another optimizer": ({"callbacks": [Steps(own=False)]}, "another AdamW steps body.0.weight"),
     "its optimizer": ({"callbacks": [Steps(own=True)]}, "Let the Trainer make all steps"),
     "detached": ({"module": Detached}, "steps of SGD in a row in which no exchanged weight"),
+    "an object": ({"module": Remembering}, "Remembers has Fraction at ['state'][0]['seen']"),
     "not finite": ({"module": Broken}, "are not finite: head.weight"),
     "one round": ({"every": 1000}, "(every=1000): the run has 4 steps, fewer than a round"),
 }
@@ -580,3 +597,28 @@ def filled(worker: int) -> list[str]:
 def test_a_step_that_fills_an_optimizer_is_no_step_of_a_round() -> None:
     zero, one = run_in_processes(filled, 2)
     assert [a == b for a, b in zip(zero, one, strict=True)] == [False, True]
+
+
+def test_an_optimizer_that_no_checkpoint_has_may_keep_objects() -> None:
+    strategy = SimulatedLocalStepsStrategy(Identity(), workers=WORKERS, every=2, state="off")
+    with unwarned():
+        assert fit(strategy, Remembering, own_batches(0, 4 * WORKERS))
+
+
+class Filling(pl.Callback):
+    """Lets torch fill the optimizer's state, as tools for checkpoints do."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        get_optimizer_state_dict(pl_module, trainer.optimizers[0])
+
+
+def test_nor_is_it_one_under_the_trainer() -> None:
+    found = []
+    for callbacks in ([], [Filling()]):
+        strategy = SimulatedLocalStepsStrategy(Identity(), workers=WORKERS, every=2)
+        with unwarned():
+            fitted = fit(
+                strategy, partial(Learner, 0.9), own_batches(0, 4 * WORKERS), callbacks=callbacks
+            )
+        found.append(fitted["digest"])
+    assert found[0] == found[1]

@@ -7,6 +7,7 @@ import io
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,8 @@ from lightning_gc.compressors.base import Traits
 from lightning_gc.methods.parameter_space import as_json, declared, parse, parse_all, traits_of
 from lightning_gc.tuning import Method, RoundPlan
 from tests.support.processes import run_in_processes
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ def tune_without_optuna(worker: int) -> tuple[int, str]:
         importlib.util, "find_spec", lambda name, *a: None if name == "optuna" else find(name, *a)
     )
     with hidden, contextlib.redirect_stderr(said):
-        return cli.main(["tune", "x.yaml"]), said.getvalue()
+        return cli.main(["tune", str(DEMO)]), said.getvalue()
 
 
 @pytest.mark.processes

@@ -25,13 +25,30 @@ from tests.support.models import PlainSGD, common_batches
 EVERYWHERE = PerParameter(TopK(0.05))
 
 
+class Notes:
+    """What all workers have seen; without ``__dict__``, it is not taken for each worker's own."""
+
+    __slots__ = ("forward_at", "step_from")
+
+    def __init__(self) -> None:
+        self.forward_at: list[Tensor] = []
+        self.step_from: list[Tensor] = []
+
+
 class Watching(PlainSGD):
     """Notes the weights that its forward passes see, and those that its optimizer steps from."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward_at: list[Tensor] = []
-        self.step_from: list[Tensor] = []
+        self._notes = Notes()
+
+    @property
+    def forward_at(self) -> list[Tensor]:
+        return self._notes.forward_at
+
+    @property
+    def step_from(self) -> list[Tensor]:
+        return self._notes.step_from
 
     def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.forward_at.append(self.head.weight.detach().clone())
