@@ -203,7 +203,7 @@ PORT = 29500
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets."""
 FIRST = "place"
-"""What machines tell first: who has told it has come."""
+"""What each machine tells first, so that others know it has come."""
 _MOST = 300  # letters of a fact: another program may have written it
 
 

@@ -334,7 +334,7 @@ class Attached(Single):
             raise
 
     def _start(self) -> None:
-        """Start the control loop; say where nothing is saved; the engines exist."""
+        """Start the control loop, now that engines exist, and say where nothing is saved."""
         setup, parts = self._setup, self._setup.checkpoint_parts
         if setup.controller is not None and parts.control is None:
             parts.control = ControlLoop(setup.controller, self._workers)

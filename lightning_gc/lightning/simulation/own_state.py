@@ -1,4 +1,4 @@
-"""OwnState: what each simulated worker has of its own besides weights: numbers, queues, streams."""
+"""OwnState: numbers, queues and random streams that each simulated worker has for itself."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 _LARGE = 1 << 26
-"""Bytes of a tensor, of which one copy for each worker is kept."""
+"""Largest tensor, in bytes, of which each worker has a copy."""
 _SOME = 8
 """Elements of a tensor that are looked at, beside their sum."""
 _MANY = 10_000
-"""Entries of a container, with those of containers in it, that are looked into."""
+"""Most entries of a container, and of containers in it, that are looked into."""
 _DEEP = 6
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = {
@@ -211,7 +211,7 @@ class Kept:
 
     @property
     def _inner(self) -> dict[Any, Kept]:
-        """What a container holds, by key; empty for anything else."""
+        """Return what a container holds, by key; nothing for anything else."""
         plain = type(self.content) is not dict or _stream(self.value) is not None
         return {} if plain else self.content
 
@@ -393,7 +393,7 @@ def _equal_states(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class Holder:
-    """What holds values of a worker.
+    """Names a dict that holds values of a worker.
 
     Attributes:
         label: names it in messages, after the name of a value; each has another one.
