@@ -13,7 +13,7 @@ EASE = 0.8
 And a larger H must lower ``X/(H·c)`` to this part of it, or it is taken back.
 """
 OFTEN = 3
-"""Decisions in a row that must see unequal workers, each of all its rounds: one may be chance."""
+"""Times ``rounds`` in a row that must see unequal workers: one may be chance."""
 PATIENCE = 8
 """Decisions until an H is tried again that has not lowered the share."""
 
@@ -118,9 +118,11 @@ class Budget(Controller):
             "every": self.shortest,
             "levels": {} if self.levels is None else self.levels.init(),
             "begun": False,  # the first exchange is over
-            "before": None,  # H, and X/(H·c), before H has risen, until that is judged
+            # H, and X/(H·c), before H has risen, until that is judged; and since then rounds, and
+            # the sums of X and R over them.
+            "before": None,
             "most": None,  # H above which the share did not fall, and decisions that it holds for
-            "unequal": 0,  # decisions in a row that saw unequal workers
+            "unequal": 0,  # rounds in a row that saw unequal workers
         }
 
     def every_steps(self, epoch: int) -> int:
@@ -154,14 +156,20 @@ class Budget(Controller):
         def share(steps: int) -> float:
             return spent / (steps * each + spent)
 
-        before, most, now = state["before"], state["most"], spent / (every * each)
-        judged = before is not None and observation.steps >= self.rounds
-        if judged and now > EASE * before[1] and share(every) > self.share:
-            new = before[0]
-            return state | {"every": new, "before": None, "most": [new, PATIENCE]}, (
-                f"H = {new}: with {every} steps exchanges have taken {share(every):.1%} of the "
-                f"time, and no less before."
-            )
+        before, most, judged = state["before"], state["most"], False
+        if before is not None:  # a short epoch ends before enough rounds are seen at once
+            sums = (observation.steps * each for each in (1, spent, whole))
+            before = [*before[:2], *(a + b for a, b in zip(before[2:], sums, strict=True))]
+            judged = before[2] >= self.rounds
+        if judged:
+            lower, then, rounds, spent, whole = before
+            spent, whole = spent / rounds, whole / rounds
+            each = max(whole - spent, 1e-9) / every
+            if spent / (every * each) > EASE * then and share(every) > self.share:
+                return state | {"every": lower, "before": None, "most": [lower, PATIENCE]}, (
+                    f"H = {lower}: with {every} steps exchanges have taken {share(every):.1%} of "
+                    f"the time, and no less before."
+                )
         if judged or before is None:
             before, most = None, [most[0], most[1] - 1] if most is not None and most[1] else None
         highest = every if before is not None else self.longest if most is None else most[0]
@@ -172,20 +180,22 @@ class Budget(Controller):
         elif new < every:
             new = next(h for h in allowed if h == every or share(h) <= EASE * self.share)
         if new != every:
-            before = [every, now] if new > every else None
+            before = [every, spent / (every * each), 0, 0.0, 0.0] if new > every else None
         return state | {"every": new, "before": before, "most": most}, (
             f"H = {new}: an exchange takes {spent:.3g} s and a step {each:.3g} s, so "
             f"{share(new):.1%} of the time."
         )
 
     def _unequal(self, observation: Observation, seen: int) -> tuple[int, str]:
-        """Return how often in a row workers were unequal, and a warning the third time."""
+        """Return how many rounds in a row were unequal, and a warning once these are enough."""
         whole, wait = observation.step_seconds, observation.phase_seconds.get("wait", 0.0)
-        if observation.steps < self.rounds or seen >= OFTEN:
+        enough = OFTEN * self.rounds
+        if not observation.steps or seen >= enough:
             return seen, ""
         if not 0 < whole < math.inf or not wait > self.share * whole:
             return 0, ""
-        return seen + 1, "" if seen + 1 < OFTEN else (
+        seen += observation.steps
+        return seen, "" if seen < enough else (
             f"Budget(share={self.share!r}): workers are unequal, and wait {wait / whole:.0%} of "
             f"the time for the slowest. No H shortens that, so H leaves it out. Let slow workers "
             f"make fewer steps: LocalStepsStrategy(..., unequal=Unequal())."

@@ -524,6 +524,7 @@ class OutsideChanges:
     def forget(self) -> None:
         """Take the weights as they are: they were loaded on all workers."""
         self._loaded = ""  # class of the module whose weights were loaded
+        self._chosen: list[Tensor] = []  # parameters of which some weights are remembered
         self._after: dict[str, Tensor] = {}  # some weights, after the last step
         self.counted()
 
@@ -553,10 +554,13 @@ class OutsideChanges:
     @property
     def _some(self) -> dict[str, Tensor]:
         """The last weights of up to three parameters, of which a swap changes some."""
-        trained = ((n, local_part(p.detach())) for p, n in self._rounds.names.items())
-        found = [(n, p) for n, p in trained if p.is_contiguous() and n not in self._bounded]
-        chosen = {0: None, len(found) // 2: None, len(found) - 1: None}
-        return {found[at][0]: found[at][1].view(-1)[-8:] for at in chosen if found}
+        names = self._rounds.names
+        if not self._chosen:
+            found = [p for p, n in names.items() if p.is_contiguous() and n not in self._bounded]
+            ends = {0: None, len(found) // 2: None, len(found) - 1: None}
+            self._chosen = [found[at] for at in ends if found]
+        parts = ((names[param], local_part(param.detach())) for param in self._chosen)
+        return {name: part.reshape(-1)[-8:] for name, part in parts}
 
     def look(self) -> None:
         """Note which weights have changed before a pass, which may change some itself."""

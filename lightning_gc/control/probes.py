@@ -490,6 +490,8 @@ class Probes:
                 self._prepared = True
             (compiling,) = peers.mean_of([[float(host.compiling)]])  # equal on all workers
             # While one compiles, training goes on, and the controller asks again.
+            if not compiling:
+                host.take_over()  # no exchange is under way, and all workers do
             found = () if compiling else weigh(self._workers, peers).candidates
             return {"weighed": Weighed(time.perf_counter() - began, found)}
 

@@ -64,8 +64,8 @@ class Synchronizer(Single):
         One background thread exchanges the buckets over its own process group, so that it never
         interleaves with DDP's collectives. On the host workers compare the layouts of a bucket's
         messages before they send them: in a bucket's first round at each level, and 1, 2, 4, 8 and
-        so on rounds later, which all count alike. Only in these rounds a worker takes over kernels
-        that were compiled meanwhile, so other rounds need no comparison.
+        so on rounds later, which all count alike. In these rounds a worker takes over kernels that
+        were compiled meanwhile. Other rounds need no comparison.
 
     Attributes:
         rounds: that have ended here.
@@ -117,6 +117,7 @@ class Synchronizer(Single):
         waits = on_host or workers.configuration.waits(dist.get_world_size(self._group))
         queues = waits_for_others(self._group)  # NCCL; a call of Gloo ends when all have called
         self._background = Background(self._recording, device, waits=waits or not queues)
+        self._level: tuple[object, int] = (None, 0)  # the compressor as it is now, its hash
         self._known: set[int] = set()  # buckets at levels whose layouts have been compared
         self._since = 0  # the round with the latest of them
         dispatch.host.rest(self)
@@ -211,7 +212,10 @@ class Synchronizer(Single):
         engine = self.workers.first
         flow = self.workers.flow(engine, grad, shapes)
         if grad.device.type == "cpu":  # devices have the kernels on which workers agreed
-            what = hash((tuple(shapes), engine.levels.compressor))
+            compressor = engine.levels.compressor
+            if compressor is not self._level[0]:
+                self._level = compressor, hash(compressor)
+            what = hash((tuple(shapes), self._level[1]))
             if what not in self._known and len(self._known) < _LEVELS:
                 self._known.add(what)
                 if self.rounds > 1:  # in round 1 DDP arranges its buckets again

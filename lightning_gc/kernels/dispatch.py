@@ -196,7 +196,10 @@ class HostFamilies:
                 while not mine():
                     if self._ending.is_set():
                         return
-                errors = _prepare(families, self._follow)
+                try:
+                    errors = _prepare(families, self._follow)
+                except OSError as error:  # no process could be started, or no folder read
+                    errors = dict.fromkeys(families, error)
             if self._ending.is_set():
                 return
             works = _tell(errors)

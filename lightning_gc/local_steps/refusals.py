@@ -48,6 +48,8 @@ _COMMUNICATING = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
 """Names in ``torch.distributed.optim``, whose import has side effects."""
 _GROUPS = {"ProcessGroup", "DeviceMesh"}
 """Names in ``torch.distributed``, which some builds of torch lack."""
+_FILLING = "torch.distributed.checkpoint.state_dict"
+"""Module whose functions make a step to create an optimizer's state."""
 _COLLECTIVES = ("c10d", "_c10d_functional")
 """Namespaces of the operators that ``torch.distributed`` calls; send and receive are there too.
 
@@ -150,9 +152,9 @@ class OwnSteps:
     Torch calls an optimizer's hooks once more within a ``step`` that calls ``super().step()``, and
     those of held ones. A step is heard once. One that has raised is forgotten.
 
-    So is, after the first step, a Python object in an optimizer's state, if checkpoints are to have
-    each worker's: they hold no code. A step that only creates a state, as for loading a checkpoint,
-    does not count.
+    Refused after the first step is a Python object in an optimizer's state, if checkpoints are to
+    have each worker's: they hold no code. A step by which ``torch.distributed.checkpoint`` creates
+    a state does not count.
 
     Warns of ``every`` steps in a row, or 2, that had no gradient and changed no weight.
 
@@ -292,11 +294,11 @@ class OwnSteps:
         if self._under_way:
             return
         self._forget()
+        if self._fills:
+            return
         if not self.begun and self._saved:
             _refuse_objects(self._owner, self._given)
         self.begun = True
-        if self._fills:
-            return
         if self._trains or self._has_gradients:
             self._idle = 0
         else:
@@ -321,15 +323,16 @@ class OwnSteps:
 
 
 def _fills_state(optimizer: Optimizer) -> bool:
-    """Return whether a step only creates the optimizer's state, as for loading a checkpoint.
+    """Return whether ``torch.distributed.checkpoint`` makes a step to create an optimizer's state.
 
-    ``torch.distributed.checkpoint`` makes one at a rate of 0 with gradients of zeros.
+    It does so at a rate of 0 with gradients of zeros. A step of training may look alike.
     """
-    groups = optimizer.param_groups
-    if optimizer.state or any(float(group["lr"]) != 0 for group in groups):
+    if optimizer.state or any(float(group["lr"]) != 0 for group in optimizer.param_groups):
         return False
-    grads = [param.grad for group in groups for param in group["params"]]
-    return all(grad is None or not bool(grad.any()) for grad in grads)
+    here: Any = sys._getframe(1)
+    while here is not None and here.f_globals.get("__name__") != _FILLING:
+        here = here.f_back
+    return here is not None
 
 
 def _refuse_objects(owner: str, optimizers: Iterable[Optimizer]) -> None:

@@ -153,6 +153,12 @@ class Recording:
 
     def run(self, flow: Flow, device: torch.device) -> None:
         self._watch.start(device)
+        try:
+            self._run(flow, device)
+        finally:
+            flow.close()  # after an error a comparison that it began ends with it
+
+    def _run(self, flow: Flow, device: torch.device) -> None:
         phase, request = COMPRESS, next(flow, None)
         while request is not None:
             self._watch.lap(phase)

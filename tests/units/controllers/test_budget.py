@@ -55,10 +55,13 @@ def observed(steps: int, every: int, step: float, spent: float, wait: float = 0.
     return Observation(0, ended=False, steps=steps, step_seconds=whole, phase_seconds=phases)
 
 
-def run(budget: Budget, rounds: int, exchange: Any, wait: float = 0.0) -> list[Any]:
+def run(
+    budget: Budget, rounds: int, exchange: Any, wait: float = 0.0, epoch: int = 1000
+) -> list[Any]:
     """Return a decision for each round, as a loop asks for them; seconds of a step: 1.
 
-    ``exchange``: seconds, by number of the round and H. ``wait``: seconds for each step.
+    ``exchange``: seconds, by number of the round and H. ``wait``: seconds for each step. ``epoch``:
+    rounds, at whose end a decision is due, too.
     """
     decision, state = budget.decide(Observation(-1), budget.init())
     found, seen = [], list[float]()
@@ -67,7 +70,7 @@ def run(budget: Budget, rounds: int, exchange: Any, wait: float = 0.0) -> list[A
         assert every is not None
         seen.append(exchange(number, every))
         due = decision.after or max(min(number + 1 - len(seen), budget.rounds), 1)
-        if len(seen) >= due:
+        if len(seen) >= due or number % epoch == epoch - 1:
             spent, count = sum(seen) / len(seen), len(seen)
             observation = observed(count, every, 1.0, spent, wait * every)
             decision, state = budget.decide(observation, json.loads(json.dumps(state)))
@@ -94,6 +97,15 @@ def test_a_larger_h_that_lowers_no_share_is_taken_back() -> None:
     assert max(every) < 16
     assert every[-1] == 1
     assert every.count(1) > 40
+
+
+def test_epochs_shorter_than_the_rounds_of_a_decision() -> None:
+    """Two rounds each: H is judged by the rounds of several, rises again, and the wait is told."""
+    often = [each.every for each in run(Budget(0.1), 60, lambda n, every: 1 + n // 20, epoch=2)]
+    assert [often[19], often[59]] == [16, 32]
+    back = [each.every for each in run(Budget(0.1), 60, lambda n, every: 0.5 * every, epoch=2)]
+    assert back[-1] == 1
+    assert any(each.warning for each in run(Budget(0.1), 40, lambda n, _: 0.3, 0.5, epoch=2))
 
 
 def test_cold_exchanges_do_not_hold_h_too_high() -> None:
