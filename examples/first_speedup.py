@@ -308,8 +308,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--steps {options.steps}: give 4 or more, such as 100.")
     if not 0 < options.mbit < float("inf"):
         parser.error(f"--mbit {options.mbit:g}: give a number above 0, such as 200.")
-    known = list(StrategyRegistry)
-    if options.after not in known:
+    if options.after not in StrategyRegistry:
+        known = list(StrategyRegistry)
         near = difflib.get_close_matches(options.after, known, n=1) or ["compressed_ddp_topk"]
         parser.error(f"--after {options.after} is not a strategy; give a name such as {near[0]}.")
     return options

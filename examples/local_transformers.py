@@ -30,12 +30,15 @@ class LocalTraining(TrainerCallback):
 
     def __init__(self, trainer: Any, *settings: Any, **options: Any) -> None:
         self.trainer, self.settings, self.options = trainer, settings, options
+        self.local: Any = None
         prepare = trainer.accelerator.prepare_model
         trainer.accelerator.prepare_model = partial(prepare, evaluation_mode=True)  # without DDP
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begin with worker 0's weights, or go on where a run is resumed."""
+        if self.local is not None:  # of a training that an exception has ended
+            self.local.end(failed=True)
         trainer, scaler = self.trainer, self.trainer.accelerator.scaler
         parts = trainer.model, trainer.optimizer, *self.settings
         self.local = LocalSteps(*parts, scaler=scaler, **self.options)
@@ -44,7 +47,9 @@ class LocalTraining(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Save this worker's state; the other workers have other weights."""
-        torch.save(self.local.state_dict(), own(saved_to(self.trainer)))
+        folder = saved_to(self.trainer)
+        folder.mkdir(parents=True, exist_ok=True)  # on its own disk this worker may be first
+        torch.save(self.local.state_dict(), own(folder))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Make the last exchange: the model has the common weights then, or the best ones."""

@@ -65,6 +65,11 @@ class CompressedGradients(TrainerCallback):
         """Attach to the wrapped model; load this worker's errors if a run is resumed."""
         if self.handle is not None:  # of a training that an exception has ended
             self.handle.end(failed=True)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            raise RuntimeError(
+                "CompressedGradients: this process trains alone, so nothing is sent. Start it by "
+                "torchrun --nproc-per-node 2, or leave CompressedGradients out."
+            )
         scaler = self.trainer.accelerator.scaler
         self.handle = attach(
             self.trainer.model_wrapped,
@@ -102,7 +107,9 @@ class CompressedGradients(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Save what this worker has not sent yet; the other workers have other errors."""
-        torch.save(self._attached().state_dict(), own_file(saved_to(self.trainer)))
+        file = own_file(saved_to(self.trainer))
+        file.parent.mkdir(parents=True, exist_ok=True)  # on its own disk this worker may be first
+        torch.save(self._attached().state_dict(), file)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Stop the exchange."""

@@ -334,8 +334,9 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         return {} if self._attached is None else self._attached.figures()
 
     def setup(self, trainer: Any) -> None:
-        """Refuse lazy modules; then as Lightning's."""
-        refuse_lazy(self.lightning_module)
+        """Refuse lazy modules in a fit; then as Lightning's."""
+        if trainer.state.fn == "fit":
+            refuse_lazy(self.lightning_module)
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -413,7 +414,6 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
             super().setup_distributed()
 
     def setup(self, trainer: Any) -> None:
-        refuse_lazy(self.lightning_module)  # what follows compares tensors
         unshare(self.lightning_module)
         warn_of_blocking_waits(trainer)
         self._handle_sigterm_as_lightning = note_only(trainer)

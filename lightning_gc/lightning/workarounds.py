@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_gc.core.notices import waiting
 from lightning_gc.exchange import JOINING
@@ -135,6 +136,8 @@ def unshare(module: nn.Module) -> None:
     their optimizer steps in the same weights, in no order.
     """
     for tensor in itertools.chain(module.parameters(), module.buffers()):
+        if is_lazy(tensor):
+            continue
         if tensor.device.type == "cpu" and tensor.is_shared():
             with torch.no_grad():
                 tensor.data = tensor.data.clone()

@@ -71,6 +71,12 @@ class FailsAlone(Largest):
         return super().encode(buffer, bucket)
 
 
+class Unpacks(Largest):
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        one, two = buffer[:1]  # a mistake of the author's
+        return super().encode(one + two, bucket)
+
+
 class Overwrites(Largest):
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
         out.zero_()
@@ -289,6 +295,13 @@ def test_a_broken_law_is_a_sentence(break_it: Callable[[], None], sentence: str)
         break_it()
     first, *_ = str(caught.value).splitlines()
     assert first.endswith("."), first
+
+
+def test_a_value_error_of_the_plug_in_is_no_refused_message() -> None:
+    with pytest.raises(ValueError, match=r"^not enough values to unpack") as caught:
+        law.test_1_takes_and_leaves_the_rest(Unpacks(), 19)
+    (note,) = caught.value.__notes__
+    assert "while law 1 was tested for 'normal' of 19 elements" in note
 
 
 def test_an_exception_of_the_plug_in_says_for_which_input() -> None:

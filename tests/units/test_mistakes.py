@@ -22,7 +22,7 @@ from lightning_gc.control.control_loop import decision_of
 from lightning_gc.controllers import Controller, Decision, Observation
 from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.lightning import for_lightning
-from tests.support.fitting import fit, unwarned
+from tests.support.fitting import fit, quiet_trainer, unwarned
 from tests.support.models import Plain, common_batches
 
 MISTAKES = [
@@ -555,6 +555,9 @@ class LazyNet(Plain):
         super().__init__()
         self.lazy = torch.nn.LazyLinear(4)
 
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.lazy(batch)
+
 
 class Idle(Plain):
     def configure_optimizers(self) -> Any:
@@ -576,3 +579,11 @@ def test_lazy_modules_get_a_sentence_and_no_optimizer_is_needed(code: str) -> No
         fit(eval(code, names), Idle, common_batches(2, 4))  # noqa: S307 - the rows above
         with pytest.raises(ValueError, match="lazy is LazyLinear, whose tensors have no shape"):
             fit(eval(code, names), LazyNet, common_batches(2, 4))  # noqa: S307 - the rows above
+
+
+def test_lazy_modules_are_validated_as_on_one_device() -> None:
+    """Their first batch gives them a shape, which nobody compares there."""
+    with unwarned():
+        strategy = lightning_gc.SimulatedDDPStrategy(lightning_gc.QSGD(4), workers=2)
+        trainer = quiet_trainer(strategy)
+        assert trainer.validate(LazyNet(), common_batches(2, 4), verbose=False) is not None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
+import sysconfig
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from typing import Any
 
@@ -27,11 +29,10 @@ _MANY = 10_000
 """Most entries of a container, and of containers in it, that are looked into."""
 _DEEP = 6
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
-_LIBRARIES = {
-    *("builtins", "lightning", "lightning_fabric", "lightning_gc", "numpy", "pytorch_lightning"),
-    *("torch", "torchmetrics", "transformers"),
-}
-"""Packages whose objects are not looked into; of torch, schedulers and modules are."""
+_LIBRARIES = {"lightning", "lightning_fabric", "lightning_gc", "pytorch_lightning", "torch"}
+"""Packages whose objects are not looked into, wherever they lie; of torch, schedulers are."""
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+"""Folders of packages whose objects are not looked into, such as loggers and connections."""
 _SHARED = (Dataset, DataLoader, Optimizer, type)
 _READ: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     torch.Generator: (torch.Generator.get_state, lambda stream, state: stream.set_state(state)),
@@ -171,12 +172,12 @@ class Kept:
             within, left = (*around, id(value)), left or [_MANY]
             left[0] -= len(parts)
             if left[0] < 0:
-                self.content = TooLarge(len(parts))
+                self.content = TooLarge(_seen(value))
             elif all(type(each) in _NUMBERS for each in parts.values()):
                 self.content = Plain(parts)
             else:
                 made = {k: Kept(each, scope, large, within, left) for k, each in parts.items()}
-                self.content = made if left[0] >= 0 else TooLarge(len(parts))
+                self.content = made if left[0] >= 0 else TooLarge(_seen(value))
 
     def same(self, value: Any, untouched: Collection[int] = ()) -> bool:
         """Return whether a value has this content; NaN equals NaN.
@@ -323,9 +324,18 @@ def _parts(value: Any) -> Any:
         return parts | dict(value.named_parameters()) | dict(value.named_buffers())
     if isinstance(value, _SHARED) or callable(value) or not hasattr(value, "__dict__"):
         return None
-    if isinstance(value, LRScheduler | Sampler) or package_of(type(value)) not in _LIBRARIES:
+    if isinstance(value, LRScheduler | Sampler) or _is_users(package_of(type(value))):
         return vars(value)
     return None
+
+
+@cache
+def _is_users(package: str) -> bool:
+    """Return whether a package is the user's: neither Python's, nor ours, nor installed."""
+    if package in _LIBRARIES or package in sys.stdlib_module_names - {"__main__"}:
+        return False
+    place = getattr(sys.modules.get(package), "__file__", None)
+    return place is None or not place.startswith(_INSTALLED)
 
 
 def _refill(value: Any, parts: Mapping[Any, Any]) -> None:

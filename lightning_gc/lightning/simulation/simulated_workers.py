@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, update_wrapper
@@ -27,7 +28,6 @@ from lightning_gc.lightning.simulation.own_state import (
     Holder,
     OwnState,
     Scope,
-    is_users,
     module_holders,
     optimizer_holders,
     package_of,
@@ -249,7 +249,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     _after_step = False
     settings: OwnState
     _held: list[Holder]
-    _samplers: list[Holder]
+    _samplers: list[weakref.ref[Any]]
     _of_fit = CompressedStrategy._of_fit | {"_hooks", "_held", "_state"}
     _frozen: dict[str, torch.Tensor]
 
@@ -389,7 +389,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             return loader
         dealt = deal(loader, self._processes, trainer, self, self._turn)
         if dealt is not loader:
-            self._samplers += sampler_holders(loader.sampler, len(self._samplers))
+            self._samplers.append(weakref.ref(loader.sampler))  # a loader made again has another
         return dealt
 
     def on_train_start(self) -> None:
@@ -436,7 +436,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     def _holders(self) -> tuple[list[Holder], Scope]:
         held, frozen = self._held, self._frozen
         if not self.optimizers:  # data are asked for early, as for the number of steps
-            return [random_holder(self.root_device), *self._samplers], self._scope()
+            return [random_holder(self.root_device), *self._sampled()], self._scope()
         if not held:
             frozen.update(self._moved_by_hand())
             sizes = [sum(each.nbytes for each in some) for some in (frozen.values(), self.names)]
@@ -444,7 +444,11 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             held.extend(module_holders(self.lightning_module))
             held.append(random_holder(self.root_device))
             held.append(Holder("the parameters", dict(frozen), large=large))
-        return held + self._samplers, self._scope()
+        return held + self._sampled(), self._scope()
+
+    def _sampled(self) -> list[Holder]:
+        known = ((ref(), index) for index, ref in enumerate(self._samplers))
+        return [holder for each, index in known for holder in sampler_holders(each, index)]
 
     def _optimizers_held(self) -> tuple[list[Holder], Scope]:
         parts = [part for each in self.optimizers for part in with_held(each)]
@@ -512,7 +516,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         *before, outputs, each, index = arguments
         outputs = outputs | loss if isinstance(outputs, dict) else outputs
         arguments = (*before, outputs, each, index)
-        if batch < min(batch - batch % accumulated + accumulated, total) - self._processes:
+        last = min(batch - batch % accumulated + accumulated, total) - self._processes
+        if batch < last and not self._steps_now:
             hook.hook(*arguments)  # one of several of a step
             return
         hook.waiting.append((self._running, arguments))
@@ -539,6 +544,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         worker = self.worker
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._done = 0  # also if the last step was abandoned
+            for hook in self._hooks:
+                hook.waiting.clear()
         turn = self._done % self._processes
         if turn != trainer.fit_loop.batch_idx % self._processes:
             raise RuntimeError(
@@ -673,12 +680,7 @@ class UsersHook:
 
 def batch_ends(module: Any, ended: Callable[[UsersHook, tuple[Any, ...]], None]) -> list[UsersHook]:
     """Take the place of ``on_train_batch_end`` of the module and of the user's callbacks."""
-    callbacks = [
-        each
-        for each in module.trainer.callbacks
-        if is_users(each) or type(each).__name__ == "LambdaCallback"
-    ]
-    owners = [owner for owner in (*callbacks, module) if overrides(owner, _BATCH_END)]
+    owners = [each for each in (*module.trainer.callbacks, module) if overrides(each, _BATCH_END)]
     return [UsersHook(owner, _BATCH_END, ended) for owner in owners]
 
 

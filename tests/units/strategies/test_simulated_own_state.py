@@ -1,13 +1,19 @@
 """What OwnState notices and says, and how little it does where nothing is a worker's own."""
 
+import logging
 from collections import Counter
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_gc import QSGD
+from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from lightning_gc.lightning.simulation.own_state import Holder, OwnState, Scope
+from tests.support.fitting import fit, unwarned
+from tests.support.models import Plain, common_batches
 
 
 class Counted(TorchDispatchMode):
@@ -50,6 +56,27 @@ def test_a_turn_without_changes_makes_few_operations() -> None:
         assert not any("clone" in name or "copy" in name for name in counted.calls)
 
 
+def test_what_belongs_to_the_process_is_left_as_it_is() -> None:
+    """A logger of the module's: its handlers are the process's, whichever worker adds them."""
+    log = logging.getLogger(f"{__name__}.own")
+    own = state([{"log": log, "n": 0}])
+    own.enter(0)
+    own.enter(1)
+    handler = logging.NullHandler()
+    log.addHandler(handler)
+    other = logging.getLogger(f"{__name__}.own.other")
+    own.enter(None)
+    assert log.handlers == [handler]
+    assert logging.getLogger(other.name) is other
+
+
+def test_long_lists_that_stay_are_not_said() -> None:
+    """Such as a data set's paths, or a sampler's lengths."""
+    own = state([{"paths": [str(index) for index in range(20_000)], "sizes": [[1]] * 11_000}])
+    for worker in (0, 1, None, 0):
+        own.enter(worker)
+
+
 def test_a_tensor_written_by_its_data_is_noticed() -> None:
     """It has no new version; one place of many changes, or each by little."""
     values = [part(index) for index in range(3)]
@@ -63,6 +90,24 @@ def test_a_tensor_written_by_its_data_is_noticed() -> None:
     own.enter(0)
     assert values[1]["mask"][17] == 5.0
     assert not torch.equal(values[2]["weight"], torch.full((64,), 2.0))
+
+
+class Notes(pl.callbacks.Timer):
+    """A user's own kind of one of Lightning's callbacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append((trainer.strategy.worker, trainer.global_step))
+
+
+def test_what_a_user_adds_to_a_callback_of_lightning_is_called_after_the_step() -> None:
+    notes = Notes()
+    with unwarned():
+        fit(SimulatedDDPStrategy(QSGD(4), workers=2), Plain, common_batches(16), callbacks=[notes])
+    assert notes.seen == [(worker, step) for step in (1, 2) for worker in (0, 1)]
 
 
 def test_a_record_that_becomes_a_queue_is_said() -> None:
