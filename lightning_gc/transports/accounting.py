@@ -154,23 +154,21 @@ class Recording:
     def run(self, flow: Flow, device: torch.device) -> None:
         self._watch.start(device)
         try:
-            self._run(flow, device)
-        finally:
-            flow.close()  # after an error a comparison that it began ends with it
-
-    def _run(self, flow: Flow, device: torch.device) -> None:
-        phase, request = COMPRESS, next(flow, None)
-        while request is not None:
-            self._watch.lap(phase)
-            if self._compares is not None:
-                self._compare(request, self._compares)
-            before, began = self.inner.sent_bytes, self._requests.begin(device)
-            reply = self.inner.fulfil(request)
-            if began is not None:
-                messages = messages_sent(type(request).__name__, self.workers)
-                self._requests.end(began, messages, self.inner.sent_bytes - before)
-            self._watch.lap(COMMUNICATE)
-            phase, request = DECODE, resume(flow, reply)
+            phase, request = COMPRESS, next(flow, None)
+            while request is not None:
+                self._watch.lap(phase)
+                if self._compares is not None:
+                    self._compare(request, self._compares)
+                before, began = self.inner.sent_bytes, self._requests.begin(device)
+                reply = self.inner.fulfil(request)
+                if began is not None:
+                    messages = messages_sent(type(request).__name__, self.workers)
+                    self._requests.end(began, messages, self.inner.sent_bytes - before)
+                self._watch.lap(COMMUNICATE)
+                phase, request = DECODE, resume(flow, reply)
+        except BaseException:
+            flow.close()  # a comparison that it has begun ends with it
+            raise
         self._watch.lap(phase)
 
     def seconds(self) -> dict[str, float]:
