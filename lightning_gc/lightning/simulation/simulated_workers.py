@@ -250,7 +250,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     settings: OwnState
     _held: list[Holder]
     _samplers: list[weakref.ref[Any]]
-    _of_fit = CompressedStrategy._of_fit | {"_hooks", "_held", "_state"}
+    _of_fit = CompressedStrategy._of_fit | {"_hooks", "_held", "_samplers", "_state"}
     _frozen: dict[str, torch.Tensor]
 
     def _configure_workers(
