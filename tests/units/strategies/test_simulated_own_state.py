@@ -58,16 +58,14 @@ def test_a_turn_without_changes_makes_few_operations() -> None:
 
 def test_what_belongs_to_the_process_is_left_as_it_is() -> None:
     """A logger of the module's: its handlers are the process's, whichever worker adds them."""
-    log = logging.getLogger(f"{__name__}.own")
+    log = logging.Logger("own")
     own = state([{"log": log, "n": 0}])
     own.enter(0)
     own.enter(1)
     handler = logging.NullHandler()
     log.addHandler(handler)
-    other = logging.getLogger(f"{__name__}.own.other")
     own.enter(None)
     assert log.handlers == [handler]
-    assert logging.getLogger(other.name) is other
 
 
 def test_long_lists_that_stay_are_not_said() -> None:
