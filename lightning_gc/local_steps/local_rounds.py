@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -774,7 +775,9 @@ class OwnState:
 def _state_of(optimizer: torch.optim.Optimizer) -> Any:
     """Return an optimizer's state; its own exception says neither whose it is nor which call."""
     state = explaining(f"{type(optimizer).__name__}.state_dict() failed", optimizer.state_dict)()
-    return each_tensor(state, _saved)
+    # Tensors among the settings may be given another worker's numbers before they are written.
+    settings = {n: copy.deepcopy(state[n]) for n in ("param_groups",) if n in state}
+    return each_tensor(state, _saved) | settings
 
 
 _PART, _OF, _CUT = "part", "shape", "dim"
