@@ -46,7 +46,8 @@ def main() -> None:
         sys.exit("benchmarks/kernels.py measures CUDA kernels and needs a GPU; there is none here.")
     device = torch.device("cuda")
     if not all(dispatch.fused(torch.ones(1, device=device), f) for f in ("sparse", "levels")):
-        sys.exit("Triton's kernels do not run here; the warning above, if any, says why.")
+        why = f"the warning above says why, or {dispatch.SWITCH} is set to torch"
+        sys.exit(f"Triton's kernels do not run here: {why}.")
     table = rows(args.numel, args.density, device)
     seconds = measure(table, args.repeats, device)
     bandwidth = 8 * args.numel / seconds[0]

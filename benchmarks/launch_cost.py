@@ -8,7 +8,8 @@ collectives, streams and DDP's hook. It needs gcc.
 A bucket has 6.5 million elements in nine parameters, of one worker. It is compressed, laid out as a
 message, and decoded. Each row has the microseconds of a bucket as it is written with Triton's own
 launches, with prepared launches, and recorded. Then it has the time of the recorded launches alone,
-and how many functions a bucket calls.
+and how many functions a bucket calls: all, all recorded, and those of this library in float32 and
+in bfloat16. Of the latter torch's operations are recorded, which on meta call Python of torch.
 
     python benchmarks/launch_cost.py --methods "TopK(0.01)" --profile
 """
@@ -37,7 +38,7 @@ from tests.support.launch_cost import METHODS, LoneBucket
 
 HEADER = (
     *("method", "kernels", "Triton's launches, µs", "prepared, µs", "recorded, µs"),
-    *("launches alone, µs", "calls as written", "calls recorded"),
+    *("launches alone, µs", "calls as written", "calls recorded", "ours", "ours, bfloat16"),
 )
 
 
@@ -69,7 +70,10 @@ def row(name: str, rounds: int, *, profile: bool) -> list[str]:
             bucket()
         watched.disable()
         pstats.Stats(watched).sort_stats("tottime").print_stats(30)
-    return [*cells, str(counts[1].calls), str(counts[2].calls)]
+    with launch_cost.recorded() as bucket_of:
+        half = bucket_of(name, dtype=torch.bfloat16)
+        ours = str(launch_cost.cost(half).ours) if half.recorded else "not recorded"
+    return [*cells, str(counts[1].calls), str(counts[2].calls), str(counts[2].ours), ours]
 
 
 def _alone(bucket: LoneBucket, rounds: int) -> str:

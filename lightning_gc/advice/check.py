@@ -36,6 +36,7 @@ from lightning_gc.exchange.kernel_compilation import compile_kernels, own_releas
 from lightning_gc.exchange.validation import FIXES
 from lightning_gc.exchange.workers import configure
 from lightning_gc.kernels import dispatch
+from lightning_gc.kernels.dispatch import SWITCH
 from lightning_gc.methods import text_table
 from lightning_gc.methods.text_table import print_line
 from lightning_gc.transports.distributed import Distributed
@@ -71,10 +72,12 @@ SAME = {
 """Facts that must be equal on all machines -> the fix."""
 ROWS = (
     *("host name", "way to machine 0", "Gloo announces", "Python", "torch", "Lightning"),
-    *("lightning_gc", "wire format", "vector instructions", "numba", "compiled kernels", "GPU"),
+    *("lightning_gc", "wire format", "vector instructions", "numba", "compiled kernels", SWITCH),
+    "GPU",
 )
 """Facts that the page shows."""
 ANNOUNCED, WAY, OWN_NAME = "Gloo announces", "way to machine 0", "own name"
+TROUBLE = "kernels that do not run"
 
 
 def check(party: Party | None) -> bool:
@@ -85,6 +88,7 @@ def check(party: Party | None) -> bool:
     """
     if TORCHRUN in os.environ and os.environ["LOCAL_RANK"] != "0":
         return True  # the machine's first process speaks for it
+    dispatch.allowed()  # refuses a wrong value before the machines meet
     if party is None:
         return alone()
     try:
@@ -194,7 +198,7 @@ def _software() -> Facts:
     device = torch.device("cpu")
     wire = hashlib.sha256(catalogue.markdown("wire").encode()).hexdigest()
     lightning = sorted({_version("lightning"), _version("pytorch-lightning")} - {""})
-    numba, compiled = _version("numba"), dispatch.on_disk()
+    numba, compiled, trouble = _version("numba"), dispatch.on_disk(), dispatch.trouble()
     found = {
         "Python": platform.python_version(),
         **compile_kernels(configure("lightning-gc check", Identity(), None, None, 0), device),
@@ -203,7 +207,10 @@ def _software() -> Facts:
         "wire format": wire[:8],
         "numba": numba or "none",
         "compiled kernels": f"{sum(compiled.values())} of {len(compiled)}",
+        TROUBLE: "; ".join(f"{', '.join(names)} ({why})" for why, names in trouble.items()),
     }
+    if dispatch.allowed().value != "auto":
+        found[SWITCH] = dispatch.allowed().value
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         found["GPU"] = f"{len(names)} x {names[0]}"
@@ -251,12 +258,25 @@ def findings(told: Sequence[Facts], reached: Sequence[Mapping[str, str]]) -> Ite
 
 def _notes(told: Sequence[Facts]) -> Iterator[Finding]:
     for machine, facts in enumerate(told):
+        who = f"Machine {machine}" if len(told) > 1 else "This machine"
         if facts.get(OWN_NAME):
-            who = f"Machine {machine}" if len(told) > 1 else "This machine"
             name = facts.get(ANNOUNCED, "").partition("(")[2].rstrip(")")
             yield Finding(
                 f"{who}: {facts[OWN_NAME]} The strategies of lightning_gc do the same. Plain DDP "
                 f"needs `export {VARIABLE}={name}`.",
+                stops=False,
+            )
+        if facts.get(TROUBLE):
+            yield Finding(
+                f"{who}: numba's kernels of {facts[TROUBLE]} do not run, and torch's operations "
+                f"take longer. There, set NUMBA_CACHE_DIR to another folder, which has room, or "
+                f"{SWITCH}=torch.",
+                stops=False,
+            )
+        if facts.get(SWITCH):
+            yield Finding(
+                f"{who} has {SWITCH}={facts[SWITCH]}, which makes exchanges take longer. Unset it "
+                f"to use all that is faster.",
                 stops=False,
             )
     without = [machine for machine, facts in enumerate(told) if facts.get("numba") == "none"]
@@ -266,7 +286,10 @@ def _notes(told: Sequence[Facts]) -> Iterator[Finding]:
             f"machines wait. Install it: pip install numba.",
             stops=False,
         )
-    if 0 < len(without) < len(told):
+    off = [machine for machine, facts in enumerate(told) if facts.get(SWITCH) == "torch"]
+    if 0 < len(off) < len(told) and any("GPU" in facts for facts in told):
+        yield Finding(f"Training on GPUs: {FIXES['kernels']}", stops=False)
+    if 0 < len({*without, *off}) < len(told):
         yield Finding(f"Methods of low rank, such as PowerSGD: {FIXES['numba']}", stops=False)
 
 

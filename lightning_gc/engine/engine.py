@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor
@@ -39,7 +41,9 @@ from lightning_gc.engine.recorded_exchange import (
     RecordedLayout,
     Recorder,
     Recordings,
+    carried,
     entries_of,
+    is_ours,
 )
 from lightning_gc.engine.statistics import Statistics
 from lightning_gc.kernels import dispatch
@@ -136,6 +140,11 @@ class Engine:
         self.padding: Mapping[str, int] = {}
         self.statistics = Statistics()
         self._recordings = Recordings()
+        traits = compressor.traits
+        # Code of others may read the step's number where nothing notices it.
+        ours = all(map(is_ours, (compressor, self.memory, scheme)))
+        other = self.reads_weights or traits.reads_model or not ours
+        self._unrecorded = other or not dispatch.allowed().recorded
 
     @property
     def compressor(self) -> Compressor:
@@ -207,11 +216,18 @@ class Engine:
         """Start the recorded exchange of an equal step again, or run it as it is written."""
         if self.rounds.opened != step:
             self._open_round(step)
-        on_host = grad.device.type == "cpu"  # where values decide what is done
-        layout = None if on_host else self._layout(grad, shapes, wanted)
+        written = self._unrecorded or grad.device.type == "cpu"  # there values decide what is done
+        layout = None if written else self._layout(grad, shapes, wanted)
+        # What runs beside another exchange would write into its memory.
+        repeats = layout is not None and layout.repeats and not self._recordings.busy
+        proven = layout.proven if layout is not None and repeats else None
         turn = BucketRound(self)
-        if layout is not None and layout.recorded is not None:
-            yield from turn.again(layout.recorded, Bucket(grad, shapes, step))
+        if proven is not None:
+            self._recordings.busy = True
+            try:
+                yield from turn.again(proven, Bucket(grad, shapes, step))
+            finally:
+                self._recordings.busy = False
         else:
             state = {name: self.compressor_state.setdefault(name, {}) for name in shapes}
             if self.levels.on_menu:
@@ -229,16 +245,12 @@ class Engine:
                 weights=weights,
                 before=before,
             )
-            recorder = None if layout is None else self._recordings.recorder(layout, bucket)
-            skipped = layout is None and not on_host  # recorded steps before and after it go on
-            old = entries_of(bucket.state) if skipped else {}
+            flow = self._recordings.flow(layout, bucket, turn) if layout and repeats else None
+            old = {} if layout is None or layout.recorded is None else entries_of(bucket.state)
             with dispatch.host.steady():
-                error = yield from turn.as_written(bucket, recorder)
-            if recorder is not None and layout is not None:
-                self.statistics.tally.add(recorder.bucket.tally)
-                layout.compare(recorder, error)
-            elif old:
-                self._recordings.keep_state(old, bucket)
+                yield from flow or turn.as_written(bucket, None)
+            if old:
+                carried(old, bucket.state)  # else the next step is another situation
         if self.loss_scaling.revocable and wanted:
             self.loss_scaling.verdicts.append(grad.isfinite().all())
         self.rounds.ended += 1
@@ -246,19 +258,26 @@ class Engine:
     def _layout(
         self, grad: Tensor, shapes: Mapping[str, tuple[int, ...]], wanted: bool
     ) -> RecordedLayout | None:
-        """Return what is recorded of a bucket, or None if its step cannot be."""
-        if self.statistics.norms_wanted or self.reads_weights:
-            return None
-        rates = self.learning_rates.now
-        if self.levels.traits.reads_model or (self.memory.lr_aware and 0 in rates.values()):
-            return None
-        kept = self.loss_scaling.scale, self.compressor_state, self.padding
+        """Return what is known of a bucket in a step like this; None while a user captures it.
+
+        All that decides what an exchange starts, or where it reads and writes, is here.
+        """
+        if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # in a user's graph, whose replays call no exchange
+        names, levels, state = tuple(shapes), self.levels, self.compressor_state
+        rests = levels.sends_whole and self.buffers.named.keys().isdisjoint(names)
         situation = (
-            *(grad.dtype, tuple(shapes.values()), wanted, self.worker, self.workers, self.peers),
-            *(self.levels.compressor, self.levels.uncompressed, self.buffers.replaced),
-            *(*map(id, kept), dispatch.queue_of(grad.device)),
+            *(levels.compressor, grad.dtype, tuple(shapes.values()), wanted, rests),
+            *(levels.uncompressed, self.worker, self.workers, self.peers),
+            dispatch.queue_of(grad.device),
         )
-        return self._recordings.of(tuple(shapes), grad.data_ptr(), situation, kept)
+        entries = chain(*map(dict.values, map(state.get, names, repeat(_NONE))))
+        held = (self.loss_scaling.scale, self.padding, self.buffers.laid_out.get(names), *entries)
+        layout = self._recordings.of(names, grad.data_ptr(), situation, held)
+        # Norms are measured, or errors of parameters with a rate of 0 put back.
+        more = self.memory.lr_aware and 0 in self.learning_rates.now.values()
+        layout.repeats = not (self.statistics.norms_wanted or more)
+        return layout
 
     def _open_round(self, step: int) -> None:
         self.rounds.opened = step
@@ -368,6 +387,9 @@ class Engine:
         self.rounds.begin_again()  # the next round is a new one, even if it has the same step
 
 
+_NONE: dict[str, Any] = {}
+
+
 class BucketRound:
     """One bucket in one round of an engine: as it is written, or a recorded exchange again."""
 
@@ -404,6 +426,12 @@ class BucketRound:
             recorder.note(recorder.carrying(partial(self._close, inner, exchange)))
         return exchange.error
 
+    def live(self, bucket: Bucket) -> list[Tensor]:
+        """Return the memory's tensors of the bucket, if it uses any."""
+        engine = self._engine
+        unused = not engine.memory.buffers or (engine.levels.sends_whole and self._rests(bucket))
+        return [] if unused else engine.buffers.live(bucket)
+
     def _open(self, bucket: Bucket) -> Guard | None:
         """Look at the gradient and unscale it."""
         engine, grad = self._engine, bucket.grad
@@ -433,9 +461,8 @@ class BucketRound:
         engine = self._engine
         if engine.statistics.epoch is not None:
             engine.statistics.epoch.see_gradient(bucket)
-        rests = engine.levels.sends_whole and self._rests(bucket)
-        if engine.memory.buffers and engine.loss_scaling.revocable and not rests:
-            engine.loss_scaling.back_up(engine.buffers.live(bucket))
+        if engine.loss_scaling.revocable:
+            engine.loss_scaling.back_up(self.live(bucket))
 
     def _exchange(self, bucket: Bucket, exchange: BucketExchange, guard: Guard | None) -> Flow:
         """Run the memory's flow, and restore what must not change."""

@@ -30,11 +30,13 @@ class Buffers(abc.ABC):
     Attributes:
         named: parameter name -> buffer -> tensor in the parameter's shape: a view, or float32 that
             is made when it is asked for.
+        laid_out: names of a bucket -> its tensors by buffer; another dict with other tensors.
         layouts: places of the buckets' parameters, on the host and on the device.
         replaced: how often the contents have been replaced.
     """
 
     named: Mapping[str, Mapping[str, Tensor]]
+    laid_out: Mapping[tuple[str, ...], Mapping[str, Any]]
 
     def __init__(self, buffers: tuple[str, ...]) -> None:
         self.buffers = buffers
@@ -68,13 +70,13 @@ class ErrorBuffers(Buffers):
     def __init__(self, buffers: tuple[str, ...]) -> None:
         super().__init__(buffers)
         self.named: dict[str, dict[str, Tensor]] = {}
-        self._flat: dict[tuple[str, ...], dict[str, Tensor]] = {}  # layout -> buffer -> flat
+        self.laid_out: dict[tuple[str, ...], dict[str, Tensor]] = {}  # layout -> buffer -> flat
 
     def flat(self, bucket: Bucket) -> dict[str, Tensor]:
         """Return the kept tensors, to be changed in place."""
-        if bucket.names not in self._flat:
+        if bucket.names not in self.laid_out:
             self._lay_out(bucket)
-        return self._flat[bucket.names]
+        return self.laid_out[bucket.names]
 
     def keep(self, bucket: Bucket, state: Mapping[str, Tensor]) -> None:
         """Do nothing: ``flat`` returns the kept tensors themselves."""
@@ -85,7 +87,7 @@ class ErrorBuffers(Buffers):
 
     def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace the contents by copies."""
-        self._flat.clear()
+        self.laid_out.clear()
         self.replaced += 1
         self.named = {
             name: {b: _wide(t.detach().clone()) for b, t in tensors.items() if b in self.buffers}
@@ -94,7 +96,7 @@ class ErrorBuffers(Buffers):
 
     def forget(self, bucket: Bucket) -> None:
         """Drop the contents of a bucket's parameters."""
-        self._flat.pop(bucket.names, None)
+        self.laid_out.pop(bucket.names, None)
         for name in bucket.names:
             self.named.pop(name, None)
 
@@ -107,8 +109,8 @@ class ErrorBuffers(Buffers):
                 check_shape(buffer, name, old.shape, view.shape)
                 kept[buffer] = view.copy_(old)
                 used_here(old)
-        valid = {n: f for n, f in self._flat.items() if bucket.shapes.keys().isdisjoint(n)}
-        self._flat = {**valid, bucket.names: layout}
+        valid = {n: f for n, f in self.laid_out.items() if bucket.shapes.keys().isdisjoint(n)}
+        self.laid_out = {**valid, bucket.names: layout}
 
 
 def check_shape(buffer: str, name: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
@@ -200,7 +202,7 @@ class NarrowBuffers(Buffers):
         self._parts: dict[str, dict[str, _Part]] = {}  # parameter -> buffer
         restored = partial(_restored, storage)  # not of self: errors are to be freed at once
         self.named = Made(self._parts, lambda parts: Made(parts, restored))
-        self._flat: dict[tuple[str, ...], dict[str, Kept]] = {}  # layout -> buffer
+        self.laid_out: dict[tuple[str, ...], dict[str, Kept]] = {}  # layout -> buffer
 
     def flat(self, bucket: Bucket) -> dict[str, Tensor]:
         """Return new tensors, ``{buffer: flat tensor}`` in the layout of ``bucket``."""
@@ -222,7 +224,7 @@ class NarrowBuffers(Buffers):
 
     def load(self, named: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace the contents by copies, rounded where they have not been restored before."""
-        self._flat.clear()
+        self.laid_out.clear()
         self.replaced += 1
         parts = {
             name: {b: self._part(t.detach()) for b, t in tensors.items() if b in self.buffers}
@@ -233,7 +235,7 @@ class NarrowBuffers(Buffers):
 
     def forget(self, bucket: Bucket) -> None:
         """Drop the contents of a bucket's parameters."""
-        self._flat.pop(bucket.names, None)
+        self.laid_out.pop(bucket.names, None)
         for name in bucket.names:
             self._parts.pop(name, None)
 
@@ -246,9 +248,9 @@ class NarrowBuffers(Buffers):
         return _Part(kept, tuple(tensor.shape))
 
     def _layout(self, bucket: Bucket) -> dict[str, Kept]:
-        if bucket.names not in self._flat:
+        if bucket.names not in self.laid_out:
             self._lay_out(bucket)
-        return self._flat[bucket.names]
+        return self.laid_out[bucket.names]
 
     def _lay_out(self, bucket: Bucket) -> None:
         total = sum(self.storage.padded(stop - start) for _, start, stop in bucket.spans())
@@ -265,8 +267,8 @@ class NarrowBuffers(Buffers):
                     there.copy_(here)
                     used_here(here)
                 self._parts[name][buffer] = part
-        valid = {n: f for n, f in self._flat.items() if bucket.shapes.keys().isdisjoint(n)}
-        self._flat = {**valid, bucket.names: layout}
+        valid = {n: f for n, f in self.laid_out.items() if bucket.shapes.keys().isdisjoint(n)}
+        self.laid_out = {**valid, bucket.names: layout}
 
     def _padded(self, flat: Tensor, bucket: Bucket) -> Tensor:
         """Return ``flat`` with each parameter in whole blocks; itself where they all are."""

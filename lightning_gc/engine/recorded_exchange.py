@@ -2,8 +2,13 @@
 
 The first step of a layout runs as it is written. The second one is watched, and the third recorded
 if it is equal. From then on a step starts the recorded work again, and asks the recorded requests.
-Everything that decides what is started is compared before. If it differs, the step runs as written,
-and the next ones are watched and recorded anew.
+Everything that decides what is started, and from which memory, is compared in every step, also in
+those that are not repeated. If it differs, the recording is dropped, the step runs as written, and
+the next ones are watched and recorded anew.
+
+The first repeated steps, and one in 1024 later, are proven: the step runs as written, and then the
+recorded work runs on copies of the same numbers, with the same replies. If any bit differs, this
+engine's exchanges run as written from then on, and a warning says so.
 
 All recorded exchanges of an engine share memory for what they make and receive: the bytes of the
 largest one.
@@ -11,24 +16,34 @@ largest one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
+from lightning_gc.compressors import Compressor
 from lightning_gc.core import Bucket, Exchange, Flow, Gather, Reply, Request, Tally
 from lightning_gc.core.flow import Arrived, resume
-from lightning_gc.kernels.recording import Span, Tape, tensors_of
+from lightning_gc.kernels import dispatch
+from lightning_gc.kernels.recording import Span, Tape, allocation, tensors_of
+from lightning_gc.memories import Memory
+from lightning_gc.schemes import Scheme
 
 TRIES = 8
 """Steps of a bucket that are watched or recorded at first."""
 MOST = 4
-"""Bytes that a recorded exchange makes and receives, at most, in gradients of the bucket."""
+"""What a recorded exchange makes and receives, at most, in float32 gradients of the bucket."""
 SMALL = 1 << 20
 """Bytes that it may make in any case."""
+PROVEN = 2
+"""Repeated steps of a layout that are proven at first."""
+AGAIN = 1024
+"""Of so many repeated steps later one is proven."""
 T = TypeVar("T")
 
 
@@ -83,12 +98,15 @@ class Recorder:
         before: as for ``Tape``.
 
     Attributes:
+        given: the bucket.
         bucket: the same with the step and the tally to use instead.
     """
 
     def __init__(self, bucket: Bucket, before: tuple[Sequence[Any], Tensor] | None) -> None:
-        self._tape = Tape(bucket.step, bucket.grad.device, before)
-        self.bucket = replace(bucket, step=self._tape.step, tally=Tally())
+        self.given = bucket
+        most = max(MOST * bucket.numel * 4, SMALL)
+        self._tape = Tape(bucket.step, bucket.grad.device, before, most)
+        self.bucket = replace(bucket, step=cast(int, self._tape.step), tally=Tally())
         self._spans: list[Span] = []
         self._requests: list[Request] = []
         self._replies: list[Reply] = []
@@ -151,11 +169,12 @@ class Recorder:
 
     def seen(self) -> tuple[Sequence[Any], int] | None:
         """Return what was started, and the bytes of what was made; None: it cannot be recorded."""
-        grad = self.bucket.grad
-        most = max(MOST * grad.numel() * grad.element_size(), SMALL)
-        if self._tape.refused is not None or self._tape.nbytes > most:
-            return None
-        return self._tape.seen, self._tape.nbytes
+        return None if self._tape.refused is not None else (self._tape.seen, self._tape.nbytes)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it makes too much to be recorded, in any step."""
+        return self._tape.is_large
 
     def made(self, error: Tensor) -> RecordedExchange | None:
         """Return the recorded exchange; None if the step differed from the one before."""
@@ -192,7 +211,8 @@ def carried(before: State, state: Mapping[str, dict[str, Any]]) -> bool:
         state: after it.
 
     Returns:
-        Whether no more than that has changed; if not, all is as the flow has left it.
+        Whether no more than that has changed, and no new tensor lies in the memory of an old one;
+        if not, all is as the flow has left it.
     """
     old, new = list[Tensor](), list[Tensor]()
     for name, kept in state.items():
@@ -207,6 +227,9 @@ def carried(before: State, state: Mapping[str, dict[str, Any]]) -> bool:
             elif not isinstance(value, int | float | str) or value != known[key]:
                 return False
     if old:
+        memory = {allocation(t) for kept in before.values() for t in tensors_of([*kept.values()])}
+        if not memory.isdisjoint(map(allocation, new)):
+            return False
         torch._foreach_copy_(old, new)
     for name, kept in state.items():
         kept.update(before.get(name, {}))
@@ -220,93 +243,298 @@ def _alike(one: Tensor, other: Any) -> bool:
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
+class Proof:
+    """Runs an exchange as written, then the recorded one on the same numbers; compares all bits.
+
+    Args:
+        recorded: to be proven.
+        places: tensors that the exchange reads and writes: gradient, errors, state.
+    """
+
+    def __init__(self, recorded: RecordedExchange, places: Sequence[Tensor]) -> None:
+        self._recorded, self._places = recorded, places
+        self._before = [_clone(each) for each in places]
+        self._asked: list[list[Tensor]] = []
+        self._replies: list[Reply] = []
+        self._whole = True  # there was memory for all copies
+
+    def follow(self, flow: Generator[Request, Reply, Tensor]) -> Generator[Request, Reply, Tensor]:
+        """Run the flow as written, keep copies of its requests and replies, return its error."""
+        try:
+            request = next(flow)
+            while True:
+                self._keep(self._asked, _asked(request))
+                reply = yield request
+                self._keep(self._replies, reply)
+                request = flow.send(reply)
+        except StopIteration as end:
+            error: Tensor = end.value
+            return error
+
+    def _keep(self, kept: list[Any], value: Any) -> None:
+        try:
+            kept.append(_copied(value))
+        except torch.OutOfMemoryError:
+            self._whole = False
+
+    def holds(self, error: Tensor, step: int) -> bool | None:
+        """Run the recorded exchange; return whether it does the same. The places stay as they are.
+
+        Args:
+            error: that the flow has left.
+            step: its number.
+
+        Returns:
+            None if there is too little memory to tell.
+        """
+        recorded = self._recorded
+        if not self._whole:
+            return None
+        if len(self._asked) != len(recorded.requests):
+            return False
+        try:
+            wanted = [_clone(each) for each in (*self._places, error)]
+        except torch.OutOfMemoryError:
+            return None
+        try:
+            _copy(self._places, self._before)
+            same = self._does(step)
+            return same and _equal([*self._places, recorded.error], wanted)
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            _copy(self._places, wanted[:-1])
+
+    def _does(self, step: int) -> bool:
+        """Run the recorded exchange with the replies kept; return whether it asks the same."""
+        recorded = self._recorded
+        recorded.opening.start(step)
+        flow, same = recorded.flow(step), True
+        request = next(flow, None)
+        for asked, reply in zip(self._asked, self._replies, strict=True):
+            assert request is not None
+            same = same and _equal(_asked(request), asked)
+            request = resume(flow, reply)
+        recorded.closing.start(step)
+        return same
+
+
+def _asked(request: Request) -> list[Tensor]:
+    return tensors_of(request.payloads if isinstance(request, Exchange) else request.tensors)
+
+
+def _copied(reply: Any) -> Any:
+    return _clone(reply) if isinstance(reply, Tensor) else [_copied(each) for each in reply]
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+def _copy(places: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+    for place, each in zip(places, numbers, strict=True):
+        place.copy_(each)
+
+
+def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same shape and bits; the device is waited for."""
+    bits = (each.reshape(-1).view(torch.uint8) for each in (one, other))
+    return one.shape == other.shape and torch.equal(*bits)
+
+
+class Turn(Protocol):
+    """One bucket in one round, as it is written."""
+
+    def as_written(
+        self, bucket: Bucket, recorder: Recorder | None
+    ) -> Generator[Request, Reply, Tensor]:
+        """Exchange a bucket, record it if that is due, and return the error."""
+
+    def live(self, bucket: Bucket) -> list[Tensor]:
+        """Return the memory's tensors of the bucket."""
+
+
 class Recordings:
-    """The recorded exchanges of an engine's buckets."""
+    """The recorded exchanges of an engine's buckets.
+
+    Attributes:
+        busy: an exchange runs that reads or writes the common memory.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, ...], RecordedLayout] = {}
         self._memory: Tensor | None = None
+        self._large: set[Any] = set()  # what makes too much to be recorded
+        self._trusted = True
+        self.busy = False
 
     def __reduce__(self) -> tuple[type[Recordings], tuple[()]]:
         """Leave out what has addresses of this process."""
         return type(self), ()
 
     def of(
-        self, names: tuple[str, ...], place: int, situation: tuple[Any, ...], kept: tuple[Any, ...]
+        self, names: tuple[str, ...], place: int, situation: tuple[Any, ...], held: Sequence[Any]
     ) -> RecordedLayout:
         """Return what is known of a bucket, in a step like the one before or in a new one.
 
         Args:
             names: of the bucket's parameters.
             place: address of its gradient.
-            situation: all else that decides what is started.
-            kept: objects that ``situation`` has by their address, which must not be used again.
+            situation: values that decide what is started.
+            held: objects that recorded work reads or writes. Another one, even if it is equal, is
+                another situation.
         """
+        key = (place, *situation, *map(id, held))
         layout = self._known.get(names)
-        if layout is None or layout.situation != situation:
-            new = set(names)
-            self._known = {n: kept for n, kept in self._known.items() if new.isdisjoint(n)}
-            layout = self._known[names] = RecordedLayout(situation, kept)
-        layout.enter(place)
+        if layout is None or layout.key != key:
+            if layout is None or layout.seen is not None:
+                new = set(names)
+                self._known = {n: kept for n, kept in self._known.items() if new.isdisjoint(n)}
+                layout = self._known[names] = RecordedLayout(layout)
+            layout.key, layout.held, layout.method = key, held, situation[:2]
+        layout.enter()
         return layout
 
-    def keep_state(self, old: State, bucket: Bucket) -> None:
-        """Leave a compressor's state where a recorded step reads it, after one that is not.
-
-        Args:
-            old: ``entries_of`` the state before the step.
-            bucket: that was exchanged, with the state after it.
-        """
-        if bucket.names in self._known and not carried(old, bucket.state):
-            del self._known[bucket.names]
-
-    def recorder(self, layout: RecordedLayout, bucket: Bucket) -> Recorder | None:
-        """Return what watches or records a step that is run as it is written; None: nothing."""
-        if not layout.is_due():
+    def flow(self, layout: RecordedLayout, bucket: Bucket, turn: Turn) -> Flow | None:
+        """Return a flow as written that is watched, recorded or proven; None: nothing is due."""
+        if layout.recorded is not None:
+            return self._prove(layout, layout.recorded, bucket, turn)
+        if not self._trusted or (self._large and layout.method in self._large):
+            return None
+        if not layout.is_due(bucket.grad):
             return None
         if layout.seen is None:
-            return Recorder(bucket, None)
+            return self._record(layout, Recorder(bucket, None), turn)
         seen, needed = layout.seen
         if self._memory is None or self._memory.numel() < needed:
             largest = max(each.seen[1] for each in self._known.values() if each.seen is not None)
             for each in self._known.values():
-                each.recorded = None  # its memory would be kept beside the new one
+                each.recorded = each.proven = None  # its memory would be kept beside the new one
             device = bucket.grad.device
             self._memory = torch.empty(largest, dtype=torch.uint8, device=device)
-        return Recorder(bucket, (seen, self._memory))
+        return self._record(layout, Recorder(bucket, (seen, self._memory)), turn)
+
+    def _record(self, layout: RecordedLayout, recorder: Recorder, turn: Turn) -> Flow:
+        self.busy = True
+        try:
+            error = yield from turn.as_written(recorder.given, recorder)
+        finally:
+            self.busy = False
+        recorder.given.tally.add(recorder.bucket.tally)
+        if recorder.is_large and recorder.bucket.numel * 4 * MOST > SMALL:
+            self._large.add(layout.method)
+        layout.compare(recorder, error)
+
+    def _prove(
+        self, layout: RecordedLayout, recorded: RecordedExchange, bucket: Bucket, turn: Turn
+    ) -> Flow:
+        old = entries_of(bucket.state)
+        state = [t for kept in old.values() for t in tensors_of([*kept.values()])]
+        try:
+            proof = Proof(recorded, [bucket.grad, *turn.live(bucket), *state])
+        except torch.OutOfMemoryError:
+            self.stop()
+            yield from turn.as_written(bucket, None)
+            return
+        self.busy = True
+        try:
+            error = yield from proof.follow(turn.as_written(bucket, None))
+            if not carried(old, bucket.state):
+                layout.forget()
+                return
+            same = proof.holds(error, bucket.step)
+            if same:
+                layout.proofs += 1
+            else:
+                self.stop()
+            if same is False:
+                self._warn(layout.method[0])
+        finally:
+            self.busy = False
+
+    def stop(self) -> None:
+        """Record nothing from now on."""
+        self._trusted = False
+        self._known, self._memory = {}, None
+
+    def _warn(self, method: Any) -> None:
+        warnings.warn(
+            f"{method}: a recorded exchange gave other bits than the exchange as written, with "
+            f"torch {torch.__version__} on this device. Only the latter has been used, and all "
+            f"exchanges run so from now on. Without recording: {dispatch.SWITCH}=prepared. Please "
+            f"report this.",
+            stacklevel=2,
+        )
+
+
+def is_ours(part: Any) -> bool:
+    """Return whether a compressor, memory or scheme is of this library, with all in it."""
+    if isinstance(part, Mapping):
+        part = [*part.values()]
+    if isinstance(part, list | tuple):
+        return all(map(is_ours, part))
+    if not isinstance(part, Compressor | Memory | Scheme):
+        return True
+    names = getattr(part, "__dataclass_fields__", ())
+    ours = type(part).__module__.startswith("lightning_gc.")
+    return ours and all(is_ours(getattr(part, name)) for name in names)
 
 
 class RecordedLayout:
     """A bucket's recorded exchange in one situation, or how far its recording is.
 
     Attributes:
+        key: all that decides what is started.
+        held: objects that it has by their address, which must not be used again.
+        method: compressor and dtype.
         recorded: the exchange, once two steps were equal.
+        proven: the same, in a step that starts it again: it is not due to be proven.
         seen: what was started in the last watched step, and the bytes of what was made.
+        repeats: whether this step does no more than an exchange.
+        proofs: steps in which the recorded exchange has done as the one as written.
     """
 
-    def __init__(self, situation: tuple[Any, ...], kept: tuple[Any, ...]) -> None:
-        self.situation, self._kept = situation, kept
+    def __init__(self, before: RecordedLayout | None = None) -> None:
+        self.key: tuple[Any, ...] = ()
+        self.held: Sequence[Any] = ()
+        self.method: tuple[Any, ...] = ()
         self.recorded: RecordedExchange | None = None
+        self.proven: RecordedExchange | None = None
         self.seen: tuple[Sequence[Any], int] | None = None
-        self._place = -1
+        self.repeats = True
+        self.proofs = 0
+        self._grad: StorageWeakRef | None = None  # of the last step that was run as written
         self._written = self._tried = self._repeated = 0  # steps
+        if before is not None:  # what has been tried in vain counts
+            self._tried, self._repeated = before._tried, before._repeated
 
-    def enter(self, place: int) -> None:
-        """Begin a step with the gradient at this address; at another one, record anew."""
-        if place != self._place:
-            self.recorded, self.seen, self._place, self._written = None, None, place, 0
+    def forget(self) -> None:
+        """Record anew."""
+        self.recorded = self.proven = self.seen = None
+
+    def enter(self) -> None:
+        """Begin a step."""
         if self.recorded is None:
             self._written += 1
-        else:
-            self._repeated += 1
+            return
+        self._repeated += 1
+        due = self.proofs < PROVEN or not self._repeated % AGAIN
+        self.proven = None if due else self.recorded
 
-    def is_due(self) -> bool:
+    def is_due(self, grad: Tensor) -> bool:
         """Return whether a step that is run as it is written is to be watched or recorded.
 
-        Not the first one, which may compile kernels and lay out buffers. Recording takes longer, so
-        it is not tried again and again: at first, as long as it has paid, and now and then.
+        Not the first one, which may compile kernels and lay out buffers. Not one whose gradient is
+        made anew in each step: it would be kept for another one that never comes. Recording takes
+        longer, so it is not tried again and again: at first, as long as it has paid, and now and
+        then.
         """
-        if self._written == 1:
+        before, self._grad = self._grad, StorageWeakRef(grad.untyped_storage())
+        if before is None or before.expired():
             return False
         paid = self._tried < TRIES + self._repeated // 4
         later = (self._written & -2).bit_count() == 1  # 2 and 3, 4 and 5, 8 and 9, 16 and 17, ...
@@ -319,5 +547,6 @@ class RecordedLayout:
             self.seen = recorder.seen()
         else:
             self.recorded = recorder.made(error)
+            self.proofs = 0
             if self.recorded is None:
                 self.seen = None

@@ -70,10 +70,12 @@ def _exchange_alone(configuration: Configuration, device: torch.device) -> set[s
                 alone.advance()
         except Exception as error:  # of a method that knows its own parameters only
             used |= dispatch.ROUNDED
+            notes = getattr(error, "__notes__", ())  # of a kernel that does not start
             _log.warning(
                 "The kernels of %s are compiled in the first step, for which all workers wait: it "
-                "cannot do with made-up gradients. %s: %s",
-                *(short(configuration.compressor), type(error).__name__, error),
+                "cannot do with made-up gradients. %s",
+                short(configuration.compressor),
+                " ".join((f"{type(error).__name__}: {error}", *notes)),
             )
     return used
 

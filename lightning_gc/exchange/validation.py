@@ -24,6 +24,7 @@ from lightning_gc import controllers
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.core.registry import make, subclasses
+from lightning_gc.kernels.dispatch import SWITCH
 from lightning_gc.memories import Memory
 from lightning_gc.transports.distributed import Distributed, gather_text
 
@@ -375,8 +376,8 @@ FIXES = {
     ),
     "kernels": (
         "They may differ in the last bit, and workers' weights would part unnoticed; a worker "
-        "without Triton's kernels has no triton, or has warned why. Install triton on all, or on "
-        "none."
+        f"without Triton's kernels has no triton, has {SWITCH}=torch, or has warned why. Install "
+        f"triton on all, or set {SWITCH}=torch on all."
     ),
     "vector instructions": (
         "With and without fused multiply-add results differ in the last bit, and workers' weights "
@@ -389,7 +390,8 @@ FIXES = {
     ),
     "numba": (
         "This method decodes by matrix products, whose last bits differ with and without numba, so "
-        "workers' weights would part unnoticed. Install numba on all workers, or on none."
+        "workers' weights would part unnoticed. Install numba on all workers, or on none. "
+        f"{SWITCH}=torch on all is as good as none."
     ),
 }
 """Name -> why a difference is refused, and what to do."""

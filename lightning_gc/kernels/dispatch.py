@@ -26,6 +26,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.core.notices import say, waiting
+from lightning_gc.core.registry import did_you_mean
 
 _log = logging.getLogger(__name__)
 MAX_NUMEL = 1 << 30  # Triton's kernels count in int32, and numba's in int64
@@ -46,6 +48,58 @@ _told: set[str] = set()  # causes of warnings
 _SLOW = 2.0  # seconds after which a compilation is said
 _POLL = 0.2  # seconds between two looks at another process
 _ROOM = 16 << 20  # bytes, three times what all families take
+
+
+SWITCH = "LIGHTNING_GC_KERNELS"
+"""Name of the environment variable that takes kernels away."""
+WITHOUT = f"{SWITCH}=torch leaves compiled kernels out."
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a value of the switch leaves.
+
+    Attributes:
+        value: of the environment variable.
+        compiled: kernels of Triton and numba. Torch's operations take their place.
+        prepared: Triton's kernels are started by one call of the driver. Triton takes its place.
+        recorded: exchanges on a GPU are started again. Their Python takes its place.
+    """
+
+    value: str = "auto"
+    compiled: bool = True
+    prepared: bool = True
+    recorded: bool = True
+
+
+_ALLOWED = (
+    Allowed(),
+    Allowed("prepared", recorded=False),
+    Allowed("written", recorded=False, prepared=False),
+    Allowed("torch", recorded=False, prepared=False, compiled=False),
+)
+"""For each value of the switch; each one takes away what those before it do, and one thing more."""
+
+
+@functools.cache
+def allowed() -> Allowed:
+    """Return what the switch leaves. It is read once in a process, when it is first needed.
+
+    Raises:
+        ValueError: it has another value than those of ``_ALLOWED``.
+    """
+    given, known = os.environ.get(SWITCH) or "auto", {each.value: each for each in _ALLOWED}
+    if given not in known:
+        raise ValueError(
+            f"{SWITCH}={given} is not a way to run kernels{did_you_mean(given, known)}. Set it to "
+            f"one of {', '.join(known)}, or unset it."
+        )
+    return known[given]
+
+
+def _may_use(compiler: str) -> bool:
+    """Return whether kernels of numba or Triton are allowed, and it can be imported."""
+    return allowed().compiled and find_spec(compiler) is not None
 
 
 class _LostError(Exception):
@@ -102,7 +156,7 @@ class HostFamilies:
         return bool(known)
 
     def _first_answer(self, family: str) -> bool:
-        if find_spec("numba") is None:
+        if not _may_use("numba"):
             return False
         error = _load(family)
         if error is None or isinstance(error, _RefusedError):
@@ -286,8 +340,9 @@ def _prepare(
     damaged = [family for family in lost if _is_compiled(family)]
     if damaged:
         say(
-            "numba's kernels of %s in %s are damaged (%s). They are deleted and compiled again.",
-            *(", ".join(damaged), _folder(), _cause(errors[min(damaged)])),
+            "numba's kernels of %s in %s are damaged (%s). They are deleted and compiled again. "
+            "If this comes again, %s",
+            *(", ".join(damaged), _folder(), _cause(errors[min(damaged)]), WITHOUT),
         )
         for file in _folder().iterdir():
             if file.suffix in {".nbi", ".nbc", ".compiled"}:
@@ -369,11 +424,7 @@ def _unkept() -> Exception | None:
 
 def _tell(errors: Mapping[str, Exception | None]) -> dict[str, bool]:
     """Return which families run, and warn about the others, once for each cause."""
-    causes: dict[str, list[str]] = {}
-    for family, error in errors.items():
-        if error is not None:
-            causes.setdefault(_cause(error), []).append(family)
-    for cause, families in causes.items():
+    for cause, families in _by_cause(errors).items():
         if cause not in _told:
             _told.add(cause)
             _log.warning(
@@ -384,6 +435,27 @@ def _tell(errors: Mapping[str, Exception | None]) -> dict[str, bool]:
     return {family: error is None for family, error in errors.items()}
 
 
+def _by_cause(errors: Mapping[str, Exception | None]) -> dict[str, list[str]]:
+    causes: dict[str, list[str]] = {}
+    for family, error in errors.items():
+        if error is not None:
+            causes.setdefault(_cause(error), []).append(family)
+    return causes
+
+
+def trouble() -> dict[str, list[str]]:
+    """Return causes and numba's families that do not run here, as far as the files tell."""
+    if not _may_use("numba"):
+        return {}
+    known = on_disk()
+    errors: dict[str, Exception | None]
+    errors = dict.fromkeys(known, None if all(known.values()) else _unkept())
+    for family in filter(known.get, known):
+        said = _mark(family).read_text()
+        errors[family] = _RefusedError(said) if said else None
+    return _by_cause(errors)
+
+
 def _cause(error: Exception | None) -> str:
     own = isinstance(error, _LostError | _RefusedError)
     return f"{error}" if own else f"{type(error).__name__}: {error}"
@@ -392,9 +464,9 @@ def _cause(error: Exception | None) -> str:
 def _fix() -> str:
     other = f"set NUMBA_CACHE_DIR to a folder that can be written and has {_ROOM >> 20} MB of room"
     try:
-        return f"To compile them again, rm -r {_folder()}, or {other}."
+        return f"To compile them again, rm -r {_folder()}, or {other}. {WITHOUT}"
     except Exception:  # numba knows no folder, or cannot be imported
-        return f"If numba can be imported, {other}."
+        return f"If numba can be imported, {other}. {WITHOUT}"
 
 
 def _is_compiled(family: str) -> bool:
@@ -491,7 +563,7 @@ def on_gpu(family: str, device: torch.device) -> bool:
 @functools.cache
 def _works_on_gpu(family: str, device: torch.device) -> bool:
     """Compile and test a family: a C compiler may be missing, or the GPU too old."""
-    if find_spec("triton") is None:
+    if not _may_use("triton"):
         return False
     try:
         gpu = importlib.import_module("lightning_gc.kernels.gpu")
@@ -516,7 +588,7 @@ def _triton_fix() -> str:
     return (
         f"Triton needs a C compiler (set CC to its path) and a GPU that it knows. If its files in "
         f"{folder} are damaged, delete that folder. If the folder is full or read-only, set "
-        f"TRITON_CACHE_DIR to another one."
+        f"TRITON_CACHE_DIR to another one. {WITHOUT}"
     )
 
 
@@ -593,12 +665,12 @@ def queue_of(device: torch.device) -> tuple[int, int, bool]:
 
 @functools.cache
 def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return _may_use("triton")
 
 
 def may_compile(device: torch.device) -> bool:
     """Return whether kernels are compiled when they are first used for tensors of ``device``."""
-    return find_spec("numba" if device.type == "cpu" else "triton") is not None
+    return _may_use("numba" if device.type == "cpu" else "triton")
 
 
 @functools.cache  # a look for an imported module takes 10 µs, and each bucket has several
@@ -608,7 +680,7 @@ def _module(name: str) -> ModuleType:
 
 @functools.cache
 def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+    return os.environ.get("TRITON_INTERPRET") == "1" and _may_use("triton")
 
 
 def used_here(tensor: Tensor) -> None:

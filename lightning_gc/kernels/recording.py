@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -43,17 +44,31 @@ _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
-class WatchedStep(int):
-    """The number of a step, which tells a tape if the host reads it. Kernels may be given it."""
+class WatchedStep:
+    """The number of a step, which tells a tape if the host reads it. Kernels may be given it.
 
-    tape: Tape
+    It is no ``int``, whose number C code reads without a call, as ``range`` and indexing do.
+    """
+
+    __slots__ = ("number", "tape")
+
+    def __init__(self, number: int, tape: Tape) -> None:
+        self.number, self.tape = number, tape
+
+    def __getattr__(self, name: str) -> Any:
+        self.tape.refuse(_READ)
+        return getattr(self.number, name)
+
+
+_READ = "the host reads the number of the step"
 
 
 def _watched(name: str) -> Callable[..., Any]:
     def read(step: WatchedStep, *others: Any) -> Any:
-        result = getattr(int, name)(step, *others)
+        others = tuple(o.number if isinstance(o, WatchedStep) else o for o in others)
+        result = getattr(int, name)(step.number, *others)
         if name not in _FINAL or result is not _FINAL[name]:
-            step.tape.refuse("the host reads the number of the step")
+            step.tape.refuse(_READ)
         return result
 
     return read
@@ -64,7 +79,7 @@ _FINAL = {"__lt__": False, "__le__": False, "__ge__": True, "__gt__": True}
 _BOTH = ("add", "sub", "mul", "floordiv", "truediv", "mod", "divmod", "pow")
 _BITS = ("lshift", "rshift", "and", "or", "xor", "neg", "pos", "abs", "invert")
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool")
-_TURNED = ("int", "float", "index", "repr", "str", "format")
+_TURNED = ("int", "float", "index", "repr", "str", "format", "round", "floor", "ceil", "trunc")
 for _name in (*_BOTH, *(f"r{name}" for name in _BOTH), *_BITS, *_COMPARED, *_TURNED):
     setattr(WatchedStep, f"__{_name}__", _watched(f"__{_name}__"))
 
@@ -95,22 +110,24 @@ class Span:
 class Tape(TorchDispatchMode):
     """Notes what is started on a device while it runs.
 
-    Without ``memory`` it only looks, and counts the bytes of all tensors that are made. With it,
-    they are made there. Several exchanges can then share the memory, since one runs at a time. A
-    tensor that outlives its exchange must not lie there: caches are filled by the first step, and a
-    tape refuses as soon as anything differs from the step before.
+    Without ``memory`` it only looks, and counts the bytes of all tensors that are made, but keeps
+    none of them. With it, they are made there. Several exchanges can then share the memory, since
+    one runs at a time. A tensor that outlives its exchange must not lie there: caches are filled by
+    the first step, and a tape refuses as soon as anything differs from the step before.
 
     Args:
         step: number of the step.
         device: on which all is done.
         before: what was seen in an equal step, and memory of the bytes that it needed, uint8.
+        most: bytes of tensors that are made, from which on it refuses.
 
     Attributes:
         step: the number, to be handed on instead.
         seen: what was started and on what, in a form that is equal in an equal step.
         nbytes: of all tensors that were made.
         refused: why it cannot be started again, or None.
-        kept: all tensors that were given or made: launches have only their addresses.
+        kept: with ``memory``, all tensors that were given or made: launches have only their
+            addresses.
     """
 
     def __init__(
@@ -118,10 +135,11 @@ class Tape(TorchDispatchMode):
         step: int,
         device: torch.device,
         before: tuple[Sequence[Any], Tensor] | None = None,
+        most: float = float("inf"),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.step = WatchedStep(step)
-        self.step.tape = self
+        self.step = WatchedStep(step, self)
+        self._most = most
         self.seen: list[Any] = []
         self.nbytes = 0
         self.refused: str | None = None
@@ -131,6 +149,7 @@ class Tape(TorchDispatchMode):
         self._span, self._listens = Span(), True
         self._starts: list[int] = []  # first bytes of tensors in the memory
         self._made: dict[int, int] = {}  # allocation -> number of the tensor, elsewhere
+        self._weak: list[StorageWeakRef] = []  # of these: no other allocation is mistaken for one
         self._replies: set[int] = set()  # allocations of others, and numbers of tensors
         self.kept: list[Tensor] = []
 
@@ -143,6 +162,11 @@ class Tape(TorchDispatchMode):
                 yield
         finally:
             _running.tape = None
+
+    @property
+    def is_large(self) -> bool:
+        """Whether more was made than is permitted."""
+        return self.nbytes > self._most
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -161,7 +185,7 @@ class Tape(TorchDispatchMode):
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in the memory."""
-        return self._memory is not None and _allocation(tensor) == _allocation(self._memory)
+        return self._memory is not None and allocation(tensor) == allocation(self._memory)
 
     def cut(self) -> Span:
         """Return what has been started since the last cut."""
@@ -170,12 +194,13 @@ class Tape(TorchDispatchMode):
         return span
 
     def refuse(self, why: str) -> None:
-        """Tell why this cannot be started again."""
+        """Tell why this cannot be started again; keep nothing of it."""
         self.refused = self.refused or why
+        self._span, self.kept = Span(), []
 
     def asks(self, request: str, tensors: Sequence[Tensor]) -> None:
         """Take note of a request."""
-        self.kept += tensors
+        self._keep(tensors)
         self._see((request, [self._form(tensor) for tensor in tensors]))
 
     def arrives(self, reply: Any) -> Any:
@@ -183,12 +208,13 @@ class Tape(TorchDispatchMode):
         if isinstance(reply, Arrived):
             number = len(self._made) + len(self._starts)
             (memory,) = self._placed([reply.memory])
-            self._replies |= {number, _allocation(reply.memory)}
+            self._replies |= {number, allocation(reply.memory)}
             if memory is not reply.memory:
                 reply = reply.moved(memory)
         tensors = tensors_of(reply)
-        self.kept += tensors
-        others = [_allocation(tensor) for tensor in tensors if not self.holds(tensor)]
+        self._keep(tensors)
+        others = [allocation(tensor) for tensor in tensors if not self.holds(tensor)]
+        self._weak += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self._replies |= set(others) - self._made.keys()
         return reply
 
@@ -215,9 +241,16 @@ class Tape(TorchDispatchMode):
             arguments: all that it was given, in any nesting; ``STEP`` for the step's number.
         """
         leaves = tree_leaves(arguments)
-        self.kept += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._see((what, [self._form(leaf) for leaf in leaves]))
-        self._span.add(call, given, writes)
+        if self._keep([leaf for leaf in leaves if isinstance(leaf, Tensor)]):
+            self._span.add(call, given, writes)
+
+    def _keep(self, tensors: Sequence[Tensor]) -> bool:
+        """Keep tensors, if what is started is kept at all; return whether it is."""
+        keeps = self._memory is not None and self.refused is None
+        if keeps:
+            self.kept += tensors
+        return keeps
 
     def _see(self, what: Any) -> None:
         at = len(self.seen)
@@ -258,8 +291,7 @@ class Tape(TorchDispatchMode):
         if self.refused is not None:
             return result
         outputs = self._placed(results)
-        self.kept += [*kept, *outputs]
-        if name not in _EMPTY:
+        if self._keep([*kept, *outputs]) and name not in _EMPTY:
             zeros = name in _ZEROS
             write = (
                 partial(_zero, outputs) if zeros else partial(_write, outputs, func, args, kwargs)
@@ -282,8 +314,11 @@ class Tape(TorchDispatchMode):
                 placed.append(tensor)
                 continue
             self.nbytes += -(-nbytes // _BLOCK) * _BLOCK
+            if self.is_large:
+                self.refuse("it makes too much")
             if self._memory is None:
-                self._made[_allocation(tensor)] = len(self._made)
+                self._made[allocation(tensor)] = len(self._made)
+                self._weak.append(StorageWeakRef(tensor.untyped_storage()))
                 placed.append(tensor)
                 continue
             self._starts.append(start)
@@ -296,14 +331,14 @@ class Tape(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             return repr(leaf)
         where: Any
-        allocation, offset = _allocation(leaf), leaf.storage_offset() * leaf.element_size()
+        memory, offset = allocation(leaf), leaf.storage_offset() * leaf.element_size()
         if self.holds(leaf):
             number = bisect_right(self._starts, offset) - 1
             where = "reply" if number in self._replies else (number, offset - self._starts[number])
-        elif allocation in self._replies:
+        elif memory in self._replies:
             where = "reply"
-        elif allocation in self._made:
-            where = self._made[allocation], offset
+        elif memory in self._made:
+            where = self._made[memory], offset
         else:
             where = leaf.data_ptr()
         return where, leaf.dtype, leaf.shape, leaf.stride()
@@ -339,6 +374,7 @@ def _write(outputs: Sequence[Tensor], func: Any, args: Any, kwargs: Any) -> None
         output.copy_(result)
 
 
-def _allocation(tensor: Tensor) -> int:
+def allocation(tensor: Tensor) -> int:
+    """Return a number of the memory in which a tensor lies, as long as that is held."""
     address: int = tensor.untyped_storage()._cdata  # which meta tensors have too
     return address

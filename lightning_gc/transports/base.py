@@ -25,6 +25,7 @@ from lightning_gc.core import (
 from lightning_gc.core.digest import ReplicaError, digest
 from lightning_gc.core.flow import described
 from lightning_gc.core.message import Message
+from lightning_gc.kernels.dispatch import SWITCH
 from lightning_gc.transports.peer_error import MessageError
 
 
@@ -147,7 +148,8 @@ def same_layout(request: Request, names: Iterable[str]) -> Flow:
     raise ReplicaError(
         f"{who} would send {shortened(names)} in another layout than worker 0: {said}. Neither "
         f"network nor memory is at fault, and this message was not sent. Install the same versions "
-        f"of lightning_gc and numba on all workers, give them the same settings, and start again."
+        f"of lightning_gc and numba on all workers, give them the same settings, and start again. "
+        f"If they have these, set {SWITCH}=torch on all."
     )
 
 

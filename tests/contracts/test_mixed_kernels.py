@@ -196,6 +196,7 @@ def test_autocast_of_the_caller_changes_nothing(compressor: Compressor) -> None:
 def test_layouts_of_shards_are_compared() -> None:
     for said in run_in_processes(_shards, 2):
         assert said.startswith("Worker 1 would send weight in another layout than worker 0: field")
+        assert said.endswith(f"set {dispatch.SWITCH}=torch on all.")
 
 
 def _shards(worker: int) -> str:

@@ -145,8 +145,16 @@ CHECKS: dict[int, Check] = {
         program=(*STEPS_OF_GPT2, "--rows", "{folder}/gpu_step.jsonl", "--out", "{folder}"),
         seconds=900,
     ),
+    22: Check(
+        "recorded exchanges are proven, bit for bit",
+        ("tests/gpu/test_recorded_exchanges.py", "-k", "proven"),
+        1,
+        at_once=8,
+        seconds=120,
+    ),
 }
 LOAN: dict[int, Check] = {
+    22: CHECKS[22],
     17: replace(CHECKS[17], seconds=150),
     18: replace(CHECKS[18], seconds=150, at_once=8),
     20: CHECKS[20],

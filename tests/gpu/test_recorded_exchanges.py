@@ -16,6 +16,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.core import Exchange, Gather, Reply, Request
 from lightning_gc.engine import Engine, recorded_exchange
+from lightning_gc.engine.recorded_exchange import Proof
 from lightning_gc.kernels.gpu import prepared_launch
 from lightning_gc.memories import Memory
 from lightning_gc.transports import Recording, Transport
@@ -111,7 +112,7 @@ def make(compressor: Compressor) -> Any:
 def recorded_group(compressor: Compressor, workers: int) -> Group:
     """Return engines after the steps in which they record, with large gradients."""
     group = Group(make(compressor), workers, recorded=True, place=GPU, buckets=LARGE)
-    for step in range(4):
+    for step in range(3 + recorded_exchange.PROVEN):
         draw(group, step)
         group.exchange()
     assert all(group.replays)
@@ -122,6 +123,23 @@ def draw(group: Group, step: int) -> None:
     torch.manual_seed(step)
     for grad in group.grads:
         group.place.held(grad).normal_()
+
+
+@methods
+def test_they_are_proven_on_this_device(
+    compressor: Compressor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each bucket's first repeated steps have the bits of those as written."""
+    proofs: list[bool | None] = []
+    holds = Proof.holds
+
+    def noted(proof: Proof, error: Tensor, step: int) -> bool | None:
+        proofs.append(holds(proof, error, step))
+        return proofs[-1]
+
+    monkeypatch.setattr(Proof, "holds", noted)
+    recorded_group(compressor, 1)
+    assert proofs == [True] * len(LARGE) * recorded_exchange.PROVEN
 
 
 @methods
@@ -154,7 +172,7 @@ def test_memory_is_bounded_and_stays(compressor: Compressor) -> None:
     draw(group, 0)
     group.exchange()
     before = requested()  # errors, tables of the layout
-    for step in range(1, 4):
+    for step in range(1, 3 + recorded_exchange.PROVEN):
         draw(group, step)
         group.exchange()
     assert all(group.replays)

@@ -24,6 +24,7 @@ from lightning_gc.local_steps.roll import differing
 from lightning_gc.transports import distributed
 from lightning_gc.transports.base import lengths_of
 from tests.support.fitting import fit
+from tests.support.kernel_device import switched
 from tests.support.local_steps import Learner, local
 from tests.support.models import own_batches
 from tests.support.processes import run_in_processes
@@ -70,8 +71,6 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
             patch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+cu126")
         if worker == 1 and differs == "vectors":
             patch.setattr(kernel_compilation, "_vectors", lambda: "NEON")
-        if worker == 1 and differs == "numba":
-            patch.setattr(dispatch.host, "works", lambda family: False)
         if worker == 1 and differs == "kernels":
             patch.setattr(dispatch, "in_words", lambda used, device: "Triton 3.2.0")
         if worker == 1 and differs == "format":
@@ -84,11 +83,12 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
             patch.setattr(kernel_compilation, "device_in_words", lambda device: "a T4 with 40")
         workers = Workers(configure("test", compressor, None, None, 0))
         workers.name(nn.Linear(40, 40))
-        try:
-            synchronizer: Any = Synchronizer(workers, CPU)
-        except ValueError as error:
-            return str(error)
-        synchronizer.close()
+        with switched("torch" if worker == 1 and differs == "numba" else "auto"):
+            try:
+                synchronizer: Any = Synchronizer(workers, CPU)
+            except ValueError as error:
+                return str(error)
+            synchronizer.close()
         return ""
 
 
@@ -106,6 +106,8 @@ def test_a_difference_is_harmless_or_refused() -> None:
     assert numba[0] == ""
     assert "Worker 1 has numba=not used, but worker 0 has numba=low_rank" in numba[1]
     assert "Install numba on all workers, or on none" in numba[1]
+    assert f"{dispatch.SWITCH}=torch on all" in numba[1]
+    assert f"{dispatch.SWITCH}=torch on all" in kernels
     for low_rank in (powersgd, atomo):
         assert "Worker 1 has device=a T4 with 40, but worker 0 has device=cpu with" in low_rank
         assert "such as TopK or QSGD" in low_rank

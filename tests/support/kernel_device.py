@@ -4,14 +4,18 @@ The interpreter must be chosen before triton is imported, which torch and Lightn
 themselves. So `tests/units/test_kernel_interpreter.py` runs those tests in a process of its own.
 """
 
+import contextlib
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+
+from lightning_gc.kernels import dispatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -32,6 +36,25 @@ def some(numbers: Iterable[Any], by_day: Collection[Any]) -> list[Any]:
     """Return parameters of which the interpreter, which is slow, takes the others at night."""
     late = [] if DEVICE == "cuda" else [pytest.mark.nightly]
     return [pytest.param(n, marks=[] if n in by_day else late) for n in numbers]
+
+
+@contextlib.contextmanager
+def switched(value: str) -> Iterator[dispatch.HostFamilies]:
+    """Run the body as a new process does in which the switch has a value; yield its families."""
+    answers = dispatch.allowed, dispatch._works_on_gpu, dispatch._interpreted, dispatch._has_triton
+    families = dispatch.HostFamilies()
+    with (
+        mock.patch.dict(os.environ, {dispatch.SWITCH: value}),
+        mock.patch.object(dispatch, "host", families),
+    ):
+        for answer in answers:
+            answer.cache_clear()
+        try:
+            yield families
+        finally:
+            families.close()
+            for answer in answers:
+                answer.cache_clear()
 
 
 def here(tensor: Tensor) -> Tensor:

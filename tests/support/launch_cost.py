@@ -22,10 +22,10 @@ from torch import Tensor
 import lightning_gc as gc
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import by_default
-from lightning_gc.core import Exchange
+from lightning_gc.core import Exchange, Gather
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import resume
-from lightning_gc.engine import Engine
+from lightning_gc.engine import Engine, recorded_exchange
 from lightning_gc.engine.recorded_exchange import RecordedExchange, RecordedLayout
 from tests.support import counted_waits, driver_stub
 
@@ -52,15 +52,21 @@ class LoneBucket:
         compressor: as a user gives it.
         device: of the gradient, whose contents are not set.
         numel: elements, about.
+        dtype: of the gradient.
     """
 
     def __init__(
-        self, compressor: Compressor, device: torch.device = META, numel: int = 6_500_000
+        self,
+        compressor: Compressor,
+        device: torch.device = META,
+        numel: int = 6_500_000,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         rows = max(1, numel // 9 // 768)
         self.shapes = {f"p{i}": (rows, 768) for i in range(9)}
         self.engine = Engine(by_default(compressor))
-        self.grad = torch.zeros(sum(map(math.prod, self.shapes.values())), device=device)
+        numel = sum(map(math.prod, self.shapes.values()))
+        self.grad = torch.zeros(numel, device=device, dtype=dtype)
 
     def __call__(self) -> None:
         flow = self.engine.flow(self.grad, self.shapes)
@@ -68,7 +74,7 @@ class LoneBucket:
         while request is not None:
             if isinstance(request, Exchange):
                 reply: Any = [request.payloads[0]]
-            elif isinstance(request, gc.core.Gather):
+            elif isinstance(request, Gather):
                 reply = [request.tensors]
             else:
                 reply = list(request.tensors)
@@ -83,9 +89,16 @@ class LoneBucket:
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of the host for one bucket: functions that it calls, and kernels that it starts."""
+    """Work of the host for one bucket.
+
+    Attributes:
+        calls: of functions.
+        ours: of those in this library. On meta torch's operations call Python functions of torch.
+        launches: of kernels.
+    """
 
     calls: int
+    ours: int
     launches: int
 
 
@@ -96,6 +109,7 @@ def prepare() -> driver_stub.Stub:
     from lightning_gc.kernels.gpu import prepared_launch
 
     mock.patch.object(prepared_launch, "equal", _equal).start()
+    mock.patch.object(recorded_exchange, "same_bits", _equal).start()
     mock.patch.object(Bucket, "generator", counted_waits.generator).start()
     return _stub
 
@@ -114,12 +128,13 @@ def cost(bucket: LoneBucket) -> Cost:
     profile.enable()
     bucket()
     profile.disable()
-    calls: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
-    return Cost(calls, _stub.launches - before)
+    stats: Any = pstats.Stats(profile)
+    ours = sum(row[1] for (file, *_), row in stats.stats.items() if "lightning_gc" in file)
+    return Cost(stats.total_calls, ours, _stub.launches - before)
 
 
 @contextlib.contextmanager
-def by_triton() -> Iterator[Callable[[str], LoneBucket]]:
+def by_triton() -> Iterator[Callable[..., LoneBucket]]:
     """Yield a maker of buckets whose kernels Triton starts."""
     from lightning_gc.kernels.gpu import prepared_launch
 
@@ -128,14 +143,14 @@ def by_triton() -> Iterator[Callable[[str], LoneBucket]]:
 
 
 @contextlib.contextmanager
-def as_written() -> Iterator[Callable[[str], LoneBucket]]:
+def as_written() -> Iterator[Callable[..., LoneBucket]]:
     """Yield a maker of buckets whose exchanges are not recorded, with prepared launches."""
     with mock.patch.object(RecordedLayout, "is_due", return_value=False):
         yield run_in
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[Callable[[str], LoneBucket]]:
+def recorded() -> Iterator[Callable[..., LoneBucket]]:
     """Yield a maker of buckets whose exchanges are recorded."""
     yield run_in
 
@@ -143,9 +158,9 @@ def recorded() -> Iterator[Callable[[str], LoneBucket]]:
 WAYS = (by_triton, as_written, recorded)
 
 
-def run_in(name: str, device: torch.device = META, numel: int = 6_500_000) -> LoneBucket:
+def run_in(name: str, *of_bucket: Any, **more: Any) -> LoneBucket:
     """Return a bucket of a method of ``METHODS``, after some steps."""
-    bucket = LoneBucket(METHODS[name], device, numel)
+    bucket = LoneBucket(METHODS[name], *of_bucket, **more)
     for _ in range(EQUAL_STEPS):
         bucket()
     return bucket

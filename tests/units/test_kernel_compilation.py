@@ -30,7 +30,11 @@ class OwnModelOnly(TopK):
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         asked.append(bucket.names)
-        return {"weight": super().encode}[bucket.names[0]](buffer, bucket)
+        try:
+            return {"weight": super().encode}[bucket.names[0]](buffer, bucket)
+        except KeyError as error:
+            error.add_note("As a kernel says what to do.")
+            raise
 
 
 asked: list[tuple[str, ...]] = []
@@ -73,6 +77,7 @@ def test_a_method_that_knows_its_own_parameters_only(
     assert asked
     assert "OwnModelOnly(0.1)" in caplog.text
     assert "compiled in the first step" in caplog.text
+    assert "KeyError: 'even' As a kernel says what to do." in caplog.text
     asked.clear()
     monkeypatch.setattr(dispatch, "may_compile", lambda device: False)
     compile_kernels(configured(OwnModelOnly(0.1)), HOST)

@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
+from lightning_gc.kernels import dispatch
 from lightning_gc.kernels.recording import Write
 
 _FORMATS = {
@@ -192,7 +193,11 @@ def fail(error: int) -> None:
     """Raise RuntimeError for the driver's error."""
     text = ctypes.c_char_p()
     _library().cuGetErrorString(error, ctypes.byref(text))
-    raise RuntimeError(f"CUDA error {error}: {(text.value or b'unknown').decode()}")
+    raise RuntimeError(
+        f"CUDA error {error}: {(text.value or b'unknown').decode()}. To find out whether our "
+        f"launches cause it, set {dispatch.SWITCH}=written: Triton then starts all kernels. "
+        f"{dispatch.WITHOUT}"
+    )
 
 
 def hooked() -> bool:
@@ -211,8 +216,13 @@ def by_triton(
     program: Any, grid: Sequence[int], arguments: Sequence[Any], constants: Mapping[str, Any]
 ) -> Any:
     """Start a kernel by Triton's own launch; return what it has compiled."""
-    with torch.cuda.device_of(first_tensor(arguments)):
-        return program[tuple(grid)](*arguments, **constants, **EXACT)
+    try:
+        with torch.cuda.device_of(first_tensor(arguments)):
+            return program[tuple(grid)](*arguments, **constants, **EXACT)
+    except Exception as error:  # any exception of a compiler or driver
+        name = getattr(program, "__name__", program)
+        error.add_note(f"Triton could not start lightning_gc's kernel {name}. {dispatch.WITHOUT}")
+        raise
 
 
 def first_tensor(arguments: Sequence[Any]) -> Tensor:
@@ -235,7 +245,8 @@ def start(
         grid: numbers of programs, one to three.
         arguments: tensors and numbers, in the kernel's order.
         constants: its constants, and Triton's options, by name.
-        may_prepare: whether a new variant is prepared, for which the host waits.
+        may_prepare: whether a new variant is prepared, for which the host waits. The switch may
+            refuse it.
     """
     if not _trusted or not isinstance(program, JITFunction) or 0 in grid or hooked():
         by_triton(program, grid, arguments, constants)
@@ -271,7 +282,7 @@ def start(
             return None
         return variant, stream
     launch = functools.partial(by_triton, program, grid, arguments, constants)
-    if not may_prepare:
+    if not may_prepare or not dispatch.allowed().prepared:
         launch()
         return None
     with torch.no_grad():
@@ -286,13 +297,17 @@ def _first(
     launch: Callable[[], Any],
     grid: Sequence[int],
     stream: int,
-) -> Variant | None:
+) -> Any:
     """Launch by Triton, and compare its result with a prepared launch's, on copies.
 
-    All is copied that the kernel can reach. The host waits, once per variant.
+    All is copied that the kernel can reach. The host waits, once per variant. Return the variant;
+    None leaves it to Triton, and ``UNTRIED`` to a launch that is not captured in a user's graph.
     """
     global _trusted
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        launch()  # into a user's graph, which must have no launch of a trial, and no copies
+        return UNTRIED
     reached = {tensor.untyped_storage().data_ptr(): _whole(tensor) for tensor in tensors}
     try:
         copies = {address: whole.clone() for address, whole in reached.items()}
@@ -312,15 +327,16 @@ def _first(
     try:
         variant = Variant(compiled, program, constants)
         variant.start(grid, values, stream)
-    except (Unknown, OSError, struct.error, OverflowError):
+        same = all(equal(whole, copies[address]) for address, whole in reached.items())
+    except (Unknown, OSError, struct.error, OverflowError, RuntimeError):  # the driver's, too
         return None
-    if all(equal(whole, copies[address]) for address, whole in reached.items()):
+    if same:
         return variant
     _trusted = False
     warnings.warn(
         f"The kernel {program.__name__} gave another result when the driver started it directly. "
         f"All kernels are started by Triton {triton.__version__} instead, with the same results in "
-        f"more time.",
+        f"more time. {dispatch.SWITCH}=written lets Triton start them from the beginning.",
         stacklevel=2,
     )
     return None

@@ -1,6 +1,7 @@
 """lightning-gc check: a sentence with the fix for each finding, and one page."""
 
 import argparse
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from lightning_gc.advice.alpha_beta import Link, Probe, sustained
 from lightning_gc.advice.check import Finding, findings, page
 from lightning_gc.advice.meeting import Door, NotMet, Party, visit
 from lightning_gc.core import notices
+from lightning_gc.kernels.dispatch import SWITCH
 from lightning_gc.transports.interfaces import VARIABLE
+from tests.support.kernel_device import switched
 from tests.support.processes import hold_port
 
 FACTS = {
@@ -68,6 +71,22 @@ def test_a_difference_that_stops_a_training(changed: dict[str, str], sentence: s
             ["Machine 1 has no numba", "Methods of low rank, such as PowerSGD: This method decode"],
         ),
         ({"compiled kernels": "0 of 9"}, []),
+        (
+            {SWITCH: "written"},
+            [f"Machine 1 has {SWITCH}=written, which makes exchanges"],
+        ),
+        (
+            {SWITCH: "torch", "GPU": "1 x T4"},
+            [
+                f"Machine 1 has {SWITCH}=torch",
+                "Training on GPUs: They may differ in the last bit",
+                "Methods of low rank, such as PowerSGD: This method decode",
+            ],
+        ),
+        (
+            {check.TROUBLE: "casts (OSError: full)"},
+            ["Machine 1: numba's kernels of casts (OSError: full) do not run, and torch's operat"],
+        ),
         (
             {check.OWN_NAME: "The name is 127.0.1.1.", check.ANNOUNCED: "10.0.0.2 (eth0)"},
             ["Machine 1: The name is 127.0.1.1. The strategies of lightning_gc do the same."],
@@ -207,11 +226,20 @@ def test_torchrun_has_said_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.check(meeting.party_of(nothing))  # the machine's first process speaks for it
 
 
+def test_a_wrong_value_of_the_switch(capsys: pytest.CaptureFixture[str]) -> None:
+    with switched("wirtten"):
+        assert cli.main(["check"]) == cli.USAGE
+    assert "did you mean 'written'?" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_one_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check"]) == cli.OK
+    with switched("prepared"):
+        assert cli.main(["check"]) == cli.OK
     said = capsys.readouterr().out
     assert said.startswith("Ready to train")
+    assert re.search(rf"^{SWITCH} +prepared$", said, re.MULTILINE)
+    assert f"This machine has {SWITCH}=prepared" in said
     assert "Only this machine was checked. Start one line on each of two machines:" in said
     assert said.count("lightning-gc check --nnodes 2 --node-rank") == 2
 

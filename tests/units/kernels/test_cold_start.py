@@ -217,6 +217,7 @@ def test_damaged_files_are_compiled_again_beside_training(damage: str, tmp_path:
     healed, after = run(script), run(script)
     assert healed.stdout.split("\n")[:2] == ["False []", "True"]
     assert healed.stderr.count("are damaged") == 1
+    assert healed.stderr.count(dispatch.WITHOUT) == 1
     assert str(tmp_path) in healed.stderr
     assert after.stdout.split("\n")[:2] == ["True []", "True"]
     assert not after.stderr
@@ -247,3 +248,10 @@ def test_a_full_disk_costs_one_sentence(
     said = record.getMessage()
     assert f"No space left on device in {tmp_path}" in said
     assert "set NUMBA_CACHE_DIR" in said
+    assert said.endswith(dispatch.WITHOUT)
+    dispatch._mark("casts").write_text("ArithmeticError: other bits")
+    trouble = dispatch.trouble()
+    assert trouble.pop("ArithmeticError: other bits") == ["casts"]
+    ((cause, unkept),) = trouble.items()
+    assert cause in said
+    assert {"casts", *unkept} == set(dispatch.on_disk())

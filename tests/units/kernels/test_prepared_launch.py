@@ -18,23 +18,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_gc.kernels.dispatch import SWITCH, WITHOUT
 from tests.support import launch_cost
 from tests.support.driver_stub import Stub
-from tests.support.kernel_device import some
+from tests.support.kernel_device import some, switched
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TESTS_DRIVER_STUB") != "1", reason="needs TESTS_DRIVER_STUB=1"
 )
 CALLS = {
-    "Identity()": (130, 50),
-    "Cast()": (530, 60),
-    "QSGD(4)": (730, 60),
-    "EFSignSGD()": (810, 60),
-    "RandomK(0.01)": (570, 60),
-    "TopK(0.01)": (1240, 60),
-    "ChunkedTopK()": (910, 60),
-    "PowerSGD(2)": (1010, 80),
-    "Quantised(ChunkedTopK(), BinMeans(2))": (1250, 60),
+    "Identity()": (130, 40),
+    "Cast()": (520, 50),
+    "QSGD(4)": (720, 50),
+    "EFSignSGD()": (800, 50),
+    "RandomK(0.01)": (560, 50),
+    "TopK(0.01)": (1230, 50),
+    "ChunkedTopK()": (910, 50),
+    "PowerSGD(2)": (990, 60),
+    "Quantised(ChunkedTopK(), BinMeans(2))": (1240, 50),
 }
 """Functions that one bucket calls at most, as it is written and recorded. These only fall."""
 BY_DAY = ("Cast()", "QSGD(4)", "TopK(0.01)")
@@ -58,6 +59,18 @@ def test_calls_of_a_bucket(name: str) -> None:
     assert written.launches == recorded.launches
     assert written.calls <= CALLS[name][0]
     assert recorded.calls <= CALLS[name][1]
+
+
+HALF = {"Identity()": 30, "Cast()": 50, "QSGD(4)": 40, "EFSignSGD()": 40, "TopK(0.01)": 50}
+"""Functions of ours that a recorded bucket of bfloat16 calls at most. These only fall."""
+
+
+@pytest.mark.parametrize("name", some(HALF, ["QSGD(4)"]))
+def test_calls_of_a_bucket_in_half_precision(name: str) -> None:
+    with launch_cost.recorded() as bucket_of:
+        bucket = bucket_of(name, dtype=torch.bfloat16)
+        assert bucket.recorded is not None
+        assert launch_cost.cost(bucket).ours <= HALF[name]
 
 
 @methods
@@ -86,6 +99,17 @@ def clean(flat: Tensor, numel: int) -> Any:
 
     arguments = zero_non_finite, (1,), (flat, numel), {"BLOCK": 2048}
     return prepared_launch.start(*arguments, may_prepare=True)
+
+
+@pytest.mark.parametrize(("value", "prepared"), [("prepared", True), ("written", False)])
+def test_the_switch(value: str, prepared: bool) -> None:
+    from lightning_gc.kernels.gpu import prepared_launch
+
+    flat = torch.ones(100)
+    fresh = prepared_launch.PerThread()
+    with switched(value), mock.patch.object(prepared_launch, "_mine", fresh):
+        assert clean(flat, 20) is None, "the first launch of a variant is Triton's"
+        assert (clean(flat, 20) is not None) == prepared
 
 
 def test_threads_share_no_memory() -> None:
@@ -164,11 +188,29 @@ def test_another_result_is_not_trusted() -> None:
         mock.patch.object(prepared_launch, "_trusted", True),
         mock.patch.object(prepared_launch, "_mine", prepared_launch.PerThread()),
     ):
-        with pytest.warns(UserWarning, match="zero_non_finite gave another result"):
+        with pytest.warns(UserWarning, match=f"zero_non_finite gave another result.*{SWITCH}"):
             assert clean(flat, 20) is None
         assert torch.equal(flat, torch.full((100,), 2.0)), "as Triton has it"
         assert clean(flat, 20) is None, "Triton starts all kernels now"
         assert torch.equal(flat, torch.full((100,), 3.0))
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        {"driver_call": mock.Mock(return_value=lambda *_: 201)},
+        {"equal": mock.Mock(side_effect=torch.OutOfMemoryError)},
+    ],
+    ids=["the driver", "no memory"],
+)
+def test_a_trial_that_fails_leaves_a_kernel_to_triton(fails: dict[str, Any]) -> None:
+    from lightning_gc.kernels.gpu import prepared_launch
+
+    flat = torch.ones(100)
+    with mock.patch.object(prepared_launch, "_mine", prepared_launch.PerThread()):
+        with mock.patch.multiple(prepared_launch, **fails):
+            assert clean(flat, 20) is None
+        assert clean(flat, 20) is None
 
 
 @pytest.mark.parametrize(
@@ -214,6 +256,6 @@ def test_an_error_of_the_driver_is_raised() -> None:
     clean(flat, 20)
     with (
         mock.patch.object(prepared_launch, "driver_call", return_value=lambda *arguments: 700),
-        pytest.raises(RuntimeError, match="CUDA error 700: stub"),
+        pytest.raises(RuntimeError, match=rf"CUDA error 700: stub\..*{SWITCH}=written.*{WITHOUT}"),
     ):
         clean(flat, 20)
