@@ -89,7 +89,9 @@ class Distributed(Transport):
 
     Communication pattern:
         ``Mean`` is one all-reduce per dtype, ``Gather`` one all-gather, ``Exchange`` one
-        all-to-all, ``MeanShard`` one reduce-scatter. On the host tensors of a ``Mean`` of 1 MiB
+        all-to-all, ``MeanShard`` one reduce-scatter. If messages of a ``Gather`` have different
+        lengths, each is sent to each other worker at its own: point to point on the host, else
+        in an all-to-all. On the host tensors of a ``Mean`` of 1 MiB
         or more have an all-reduce each, at the same time. An ``Exchange``, and a large
         ``Gather`` of two workers, is sent point to point in pieces. Ragged payloads send their
         lengths, 8 bytes per tensor, unless all workers know them: first, in an all-gather or
@@ -193,17 +195,20 @@ class Distributed(Transport):
             table = ours.new_empty(self.workers * len(own))
             _all_gather(table, ours, group=self.group)
             layouts = self._announced(table.view(self.workers, -1), own, limits)
-        longest = max(layout.nbytes for layout in layouts)
-        message = laid_out(own, limits).pack(own)
-        if message.numel() != longest:  # longer only if what it has announced was damaged
-            message = torch.nn.functional.pad(message, (0, longest - message.numel()))
-        gathered = message.new_empty(self.workers * longest)
-        rows = gathered.split(longest) if longest else [gathered] * self.workers
-        if message.device.type == "cpu" and self.workers == 2 and longest > PIECE:
-            swap([message] * 2, rows, self.group)
-        elif longest:
+        sizes = [layout.nbytes for layout in layouts]
+        message, nbytes = laid_out(own, limits).pack(own), sizes[self.worker]
+        if message.numel() != nbytes:  # what it has announced was damaged, and others expect that
+            message = torch.nn.functional.pad(message, (0, nbytes - message.numel()))
+        gathered = message.new_empty(sum(sizes))
+        rows = gathered.split(sizes)
+        on_host, uneven = message.device.type == "cpu", len(set(sizes)) > 1
+        if on_host and (uneven or (self.workers == 2 and nbytes > PIECE)):
+            swap([message] * self.workers, rows, self.group)
+        elif uneven:
+            dist.all_to_all(list(rows), [message] * self.workers, group=self.group)
+        elif nbytes:
             _all_gather(gathered, message, group=self.group)
-        self.sent_bytes += all_gather_bytes(longest, self.workers)
+        self.sent_bytes += all_gather_bytes(nbytes, self.workers)
         reply = _unpacked(layouts, rows)
         if isinstance(own, Packed) and message is own.message and message.device.type != "cpu":
             return Arrived.of(reply, gathered, message)

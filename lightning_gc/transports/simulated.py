@@ -123,7 +123,7 @@ class Simulated:
     def _gather(self, requests: Sequence[Gather]) -> list[Reply]:
         first = requests[0]
         own = [laid_out(r.tensors, r.limits).nbytes for r in requests]
-        size, lengths = max(own), 0
+        lengths = 0
         if first.limits is not None:
             for sender, r in enumerate(requests):
                 check_lengths(lengths_of(r.tensors), first.tensors, first.limits, sender)
@@ -134,10 +134,9 @@ class Simulated:
                     )
             if first.lengths is None:
                 lengths = LENGTH_BYTES * len(first.tensors)
-                size += lengths
         for sender, nbytes in enumerate(own):
             self.message_bytes[sender] += nbytes + lengths
-        self._count(all_gather_bytes(size, self.workers))
+            self.sent_bytes[sender] += all_gather_bytes(nbytes + lengths, self.workers)
         return [[list(r.tensors) for r in requests] for _ in requests]
 
     def _exchange(self, requests: Sequence[Exchange]) -> list[Reply]:
