@@ -168,7 +168,7 @@ UNSEEN: dict[str, tuple[Compressor, Memory | None, dict[int, Event]]] = {
 }
 
 
-@pytest.mark.parametrize("name", some(UNSEEN, ["a choice", "errors"]))
+@pytest.mark.parametrize("name", some(UNSEEN, ["a choice", "errors", "buckets"]))
 def test_a_step_that_is_not_repeated_leaves_nothing_stale(name: str) -> None:
     """What changes within it, and back after it, is another situation."""
     compressor, memory, events = UNSEEN[name]
