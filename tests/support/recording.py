@@ -292,6 +292,13 @@ def resume(group: Group) -> None:
             group.engines[index] = fresh
 
 
+def reload(group: Group) -> None:
+    """Load what a checkpoint would have, into the same engines."""
+    with group.place.around():
+        for engine in group.engines:
+            engine.load_state_dict(engine.state_dict())
+
+
 def scale(group: Group) -> None:
     """Scale the loss, as float16 needs it."""
     with group.place.around():
@@ -335,7 +342,8 @@ LAYOUTS: Sequence[Sequence[Shapes]] = (
 )
 """As DDP has them first, as it has them after its first step, and with a frozen parameter."""
 EVENTS: Sequence[Event] = (
-    *(move, change_levels, leave_uncompressed, measure, measure, resume, scale, watch, rest, again),
+    *(move, change_levels, leave_uncompressed, measure, measure, resume, reload, scale),
+    *(watch, rest, again),
     *(lambda group, layout=layout: group.lay_out(layout) for layout in LAYOUTS),  # type: ignore[misc]
 )
 

@@ -39,6 +39,7 @@ from tests.support.recording import (
     local_gradient,
     measure,
     peaks,
+    reload,
     replays,
     run,
     watch,
@@ -168,11 +169,16 @@ UNSEEN: dict[str, tuple[Compressor, Memory | None, dict[int, Event]]] = {
 }
 
 
-@pytest.mark.parametrize("name", some(UNSEEN, ["a choice", "errors", "buckets"]))
+@pytest.mark.parametrize("name", some(UNSEEN, ["a choice", "errors"]))
 def test_a_step_that_is_not_repeated_leaves_nothing_stale(name: str) -> None:
     """What changes within it, and back after it, is another situation."""
     compressor, memory, events = UNSEEN[name]
     assert run(compressor, memory, 1, 10, events) == [3, 4, 9]
+
+
+def test_errors_and_state_that_are_replaced_are_followed() -> None:
+    """A checkpoint that is loaded within a fit: the same names, in other memory."""
+    assert run(gc.PowerSGD(2), None, 1, 10, {5: reload}) == [3, 4, 8, 9]
 
 
 def test_buckets_in_flight_together_do_not_share_memory() -> None:
