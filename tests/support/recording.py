@@ -492,7 +492,6 @@ def peaks(
     for step in range(2):
         before = peak.most = peak.live
         group.step([torch.randn(24_000, generator=torch.Generator().manual_seed(step))])
-    assert peak.most > before
     return peak.most - before
 
 
