@@ -39,6 +39,7 @@ from tests.support.recording import (
     local_gradient,
     measure,
     peaks,
+    reload,
     replays,
     run,
     watch,
@@ -175,6 +176,11 @@ def test_a_step_that_is_not_repeated_leaves_nothing_stale(name: str) -> None:
     assert run(compressor, memory, 1, 10, events) == [3, 4, 9]
 
 
+def test_errors_and_state_that_are_replaced_are_followed() -> None:
+    """A checkpoint that is loaded within a fit: the same names, in other memory."""
+    assert run(gc.PowerSGD(2), None, 1, 10, {5: reload}) == [3, 4, 8, 9]
+
+
 def test_buckets_in_flight_together_do_not_share_memory() -> None:
     """A transport of somebody's own may drive two flows of an engine in turns."""
     found = []
@@ -240,6 +246,7 @@ def test_watching_needs_no_more_memory(
     monkeypatch.setattr(recorded_exchange, "MOST", 1000)
     written, watched = (peaks(*case, dtype, recorded=each) for each in (False, True))
     assert watched <= 1.5 * written
+    assert written or case == (gc.Identity(), None), "that nothing is counted proves nothing"
 
 
 def test_what_makes_too_much_is_watched_once(monkeypatch: pytest.MonkeyPatch) -> None:
