@@ -325,9 +325,11 @@ class OwnSteps:
 def _fills_state(optimizer: Optimizer) -> bool:
     """Return whether ``torch.distributed.checkpoint`` makes a step to create an optimizer's state.
 
-    It does so at a rate of 0 with gradients of zeros. A step of training may look alike.
+    It does so at a rate of 0 with gradients of zeros. A step of training may look alike. Its rate
+    is a number or on the host: one on a device is not read.
     """
-    if optimizer.state or any(float(group["lr"]) != 0 for group in optimizer.param_groups):
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if optimizer.state or any(getattr(r, "is_cuda", False) or float(r) != 0 for r in rates):
         return False
     here: Any = sys._getframe(1)
     while here is not None and here.f_globals.get("__name__") != _FILLING:

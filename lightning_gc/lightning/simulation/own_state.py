@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import random
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,8 @@ _DEEP = 6
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = {"lightning", "lightning_fabric", "lightning_gc", "pytorch_lightning", "torch"}
 """Packages whose objects are not looked into, wherever they lie; of torch, schedulers are."""
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-"""Folders of packages whose objects are not looked into, such as loggers and connections."""
+_INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of packages whose objects are not looked into, such as runs of a tracker's."""
 _SHARED = (Dataset, DataLoader, Optimizer, type)
 _READ: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     torch.Generator: (torch.Generator.get_state, lambda stream, state: stream.set_state(state)),
@@ -335,7 +335,7 @@ def _is_users(package: str) -> bool:
     if package in _LIBRARIES or package in sys.stdlib_module_names - {"__main__"}:
         return False
     place = getattr(sys.modules.get(package), "__file__", None)
-    return place is None or not place.startswith(_INSTALLED)
+    return place is None or _INSTALLED.isdisjoint(Path(place).parts)
 
 
 def _refill(value: Any, parts: Mapping[Any, Any]) -> None:

@@ -90,7 +90,7 @@ def test_answers_change_between_exchanges_only(cold: dispatch.HostFamilies) -> N
 
 
 class Owner:
-    """Of exchanges, in counted rounds of which kernels are taken over."""
+    """Takes kernels over in counted rounds only."""
 
 
 def test_an_owner_that_is_never_closed_keeps_kernels_from_nobody(

@@ -211,7 +211,7 @@ def own_rounds(buffers: Any, seed: int = 0) -> Any:
 
 @pytest.mark.parametrize("buffers", ["own", ["q*", "least", "seen"]], ids=str)
 def test_buffers_that_stay_own_are_not_exchanged_and_resume_by_worker(buffers: Any) -> None:
-    """Of any type; validation sees the worker's own; another number of workers takes no mean."""
+    """Validation sees the worker's own, of any type. Another number of workers takes no mean."""
     module, rounds = own_rounds(buffers)
     common = rounds.weights.buffers
     assert not {"queue", "least", "seen"} & set(common.common)
