@@ -111,9 +111,9 @@ def _describe(requests: Sequence[Request]) -> Asked:
         return Asked("Exchange", float(busiest) / (workers - 1), lengths=lengths)
     assert isinstance(first, Gather), "shards are asked for in FSDP only"
     gathers = [r for r in requests if isinstance(r, Gather)]
-    longest = max(laid_out(r.tensors, r.limits).nbytes for r in gathers)
+    mean = sum(laid_out(r.tensors, r.limits).nbytes for r in gathers) / workers
     lengths = LENGTH_BYTES * len(first.tensors) if first.limits is not None else 0
-    return Asked("Gather", longest, lengths=lengths)
+    return Asked("Gather", mean, lengths=lengths)
 
 
 def engines(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gc.core.flow import Payload
 
-FORMAT = 3
+FORMAT = 4
 """Number of the layout of messages. Every change of what workers send raises it."""
 
 ALIGNMENT = 16

@@ -33,8 +33,9 @@ from lightning_gc.transports.base import (
     laid_out,
     lengths_of,
     reduce_scatter_bytes,
+    uneven_gather_bytes,
 )
-from lightning_gc.transports.p2p import PIECE, swap, swap_of_unknown_lengths
+from lightning_gc.transports.p2p import PIECE, ring, swap, swap_of_unknown_lengths
 from lightning_gc.transports.peer_error import (
     MessageError,
     awaiting_peers,
@@ -89,11 +90,11 @@ class Distributed(Transport):
 
     Communication pattern:
         ``Mean`` is one all-reduce per dtype, ``Gather`` one all-gather, ``Exchange`` one
-        all-to-all, ``MeanShard`` one reduce-scatter. If messages of a ``Gather`` have different
-        lengths, each is sent to each other worker at its own: point to point on the host, else
-        in an all-to-all. On the host tensors of a ``Mean`` of 1 MiB
-        or more have an all-reduce each, at the same time. An ``Exchange``, and a large
-        ``Gather`` of two workers, is sent point to point in pieces. Ragged payloads send their
+        all-to-all, ``MeanShard`` one reduce-scatter. Messages of a ``Gather`` that have different
+        lengths keep them: in a ring, point to point, on the host; with NCCL in a broadcast of each.
+        On the host tensors of a ``Mean`` of 1 MiB or more have an all-reduce each, at the same
+        time. An ``Exchange``, and a large ``Gather`` of two workers, is sent point to point in
+        pieces. Ragged payloads send their
         lengths, 8 bytes per tensor, unless all workers know them: first, in an all-gather or
         all-to-all, or, in an ``Exchange`` on the host, in front of each message. They end in a seal
         of 8 bytes, by which the host checks the lengths. Messages are multiples of 16 bytes, so
@@ -203,12 +204,12 @@ class Distributed(Transport):
         rows = gathered.split(sizes)
         on_host, uneven = message.device.type == "cpu", len(set(sizes)) > 1
         if on_host and (uneven or (self.workers == 2 and nbytes > PIECE)):
-            swap([message] * self.workers, rows, self.group)
+            ring(message, rows, self.group)
         elif uneven:
-            dist.all_to_all(list(rows), [message] * self.workers, group=self.group)
+            dist.all_gather(list(rows), message, group=self.group)
         elif nbytes:
             _all_gather(gathered, message, group=self.group)
-        self.sent_bytes += all_gather_bytes(nbytes, self.workers)
+        self.sent_bytes += uneven_gather_bytes(sizes, self.worker)
         reply = _unpacked(layouts, rows)
         if isinstance(own, Packed) and message is own.message and message.device.type != "cpu":
             return Arrived.of(reply, gathered, message)

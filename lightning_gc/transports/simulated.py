@@ -28,6 +28,7 @@ from lightning_gc.transports.base import (
     laid_out,
     lengths_of,
     reduce_scatter_bytes,
+    uneven_gather_bytes,
 )
 from lightning_gc.transports.network_model import NetworkModel
 from lightning_gc.transports.peer_error import MessageError
@@ -136,7 +137,8 @@ class Simulated:
                 lengths = LENGTH_BYTES * len(first.tensors)
         for sender, nbytes in enumerate(own):
             self.message_bytes[sender] += nbytes + lengths
-            self.sent_bytes[sender] += all_gather_bytes(nbytes + lengths, self.workers)
+            self.sent_bytes[sender] += uneven_gather_bytes(own, sender)
+        self._count(all_gather_bytes(lengths, self.workers))
         return [[list(r.tensors) for r in requests] for _ in requests]
 
     def _exchange(self, requests: Sequence[Exchange]) -> list[Reply]:

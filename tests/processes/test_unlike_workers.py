@@ -74,7 +74,7 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
         if worker == 1 and differs == "kernels":
             patch.setattr(dispatch, "in_words", lambda used, device: "Triton 3.2.0")
         if worker == 1 and differs == "format":
-            patch.setattr(distributed, "FORMAT", 4)
+            patch.setattr(distributed, "FORMAT", 5)
         if worker == 1 and differs == "former format":  # without a number, and with other padding
             patch.setattr(distributed, "_announcement", lengths_of)
             patch.setattr(distributed, "_lengths_in", lambda announced, sender: announced)

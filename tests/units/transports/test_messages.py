@@ -247,7 +247,7 @@ def test_known_lengths_are_not_sent() -> None:
         network = Simulated(2)
         network.fulfil(requests)
         sent.append(network.sent_bytes)
-    # 2 and 5 numbers, padding and seal; the length. Each message has its own.
+    # 2 and 5 numbers, padding and seal; the length. Each message has its own size.
     assert sent == [[8 + 8, 24 + 8], [8 + 8 + 8, 24 + 8 + 8]]
     both = join([known[0], fixed])
     assert isinstance(both, Gather)
