@@ -206,7 +206,7 @@ class Distributed(Transport):
         if on_host and (uneven or (self.workers == 2 and nbytes > PIECE)):
             ring(message, rows, self.group)
         elif uneven:
-            dist.all_gather(list(rows), message, group=self.group)
+            self._broadcast_each(rows, message)
         elif nbytes:
             _all_gather(gathered, message, group=self.group)
         self.sent_bytes += uneven_gather_bytes(sizes, self.worker)
@@ -214,6 +214,16 @@ class Distributed(Transport):
         if isinstance(own, Packed) and message is own.message and message.device.type != "cpu":
             return Arrived.of(reply, gathered, message)
         return reply
+
+    def _broadcast_each(self, rows: Sequence[Tensor], message: Tensor) -> None:
+        """Gather messages of different sizes by NCCL: it starts a broadcast of each at once."""
+        if dist.get_debug_level() != dist.DebugLevel.DETAIL:
+            dist.all_gather(list(rows), message, group=self.group)
+            return
+        rows[self.worker].copy_(message)  # DETAIL refuses an all-gather of different sizes
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        for rank, row in zip(ranks, rows, strict=True):
+            dist.broadcast(row, rank, group=self.group)
 
     def _exchange(self, request: Exchange) -> Reply:
         if request.into is not None:

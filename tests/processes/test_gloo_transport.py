@@ -194,6 +194,12 @@ def requests(worker: int, workers: int) -> None:
     after = sizes[(worker + 1) % workers]
     assert transport.sent_bytes - before - announced == sum(sizes) - after
 
+    rows = [torch.zeros(i, dtype=torch.uint8) for i in range(workers)]
+    detail = mock.patch.object(dist, "get_debug_level", return_value=dist.DebugLevel.DETAIL)
+    with detail:  # as NCCL's are gathered then
+        transport._broadcast_each(rows, torch.full_like(rows[worker], worker))
+    assert [row.tolist() for row in rows] == [[i] * i for i in range(workers)]
+
     nothing = transport.fulfil(Gather((torch.empty(0),), (10,)))
     assert [len(payload[0]) for payload in nothing] == [0] * workers
 
