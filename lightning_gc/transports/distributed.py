@@ -217,7 +217,7 @@ class Distributed(Transport):
 
     def _broadcast_each(self, rows: Sequence[Tensor], message: Tensor) -> None:
         """Gather messages of different sizes by NCCL: it starts a broadcast of each at once."""
-        if dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        if distributed_c10d.get_debug_level() != distributed_c10d.DebugLevel.DETAIL:
             dist.all_gather(list(rows), message, group=self.group)
             return
         rows[self.worker].copy_(message)  # DETAIL refuses an all-gather of different sizes

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lightning_gc import (
     CSER,
@@ -184,19 +185,19 @@ def requests(worker: int, workers: int) -> None:
     assert all(second.tolist() == [1, 1] for _, second in ragged)
 
     # Each at its own length, of several pieces, and none is sent twice to anybody.
-    numels = [(PIECE // 4 * 10 if i == workers - 1 else PIECE // 4) - i for i in range(workers)]
-    own = torch.arange(numels[worker]) % 251 + worker
-    sizes = [-(-numel // 16) * 16 + 16 for numel in numels]  # padding and seal
+    elements = [(PIECE // 4 * 10 if i == workers - 1 else PIECE // 4) - i for i in range(workers)]
+    own = torch.arange(elements[worker]) % 251 + worker
+    sizes = [-(-numel // 16) * 16 + 16 for numel in elements]  # padding and seal
     before = transport.sent_bytes
     for sender, (values,) in enumerate(transport.fulfil(Gather((own.byte(),), (PIECE * 10,)))):
-        assert torch.equal(values, (torch.arange(numels[sender]) % 251 + sender).byte())
+        assert torch.equal(values, (torch.arange(elements[sender]) % 251 + sender).byte())
     announced = 8 * (workers - 1)
     after = sizes[(worker + 1) % workers]
     assert transport.sent_bytes - before - announced == sum(sizes) - after
 
     rows = [torch.zeros(i, dtype=torch.uint8) for i in range(workers)]
-    detail = mock.patch.object(dist, "get_debug_level", return_value=dist.DebugLevel.DETAIL)
-    with detail:  # as NCCL's are gathered then
+    c10d = distributed_c10d
+    with mock.patch.object(c10d, "get_debug_level", return_value=c10d.DebugLevel.DETAIL):  # as NCCL's are gathered then
         transport._broadcast_each(rows, torch.full_like(rows[worker], worker))
     assert [row.tolist() for row in rows] == [[i] * i for i in range(workers)]
 

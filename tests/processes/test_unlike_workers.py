@@ -118,7 +118,7 @@ def test_workers_of_another_wire_format_name_each_other() -> None:
     first, second = run_in_processes(meet, 2)
     ours = "Worker 1 sends messages of another wire format than 4. Install the same version"
     assert all(ours in text for text in first)
-    assert "Worker 0 sends messages of another wire format than 4" in second[0]
+    assert "Worker 0 sends messages of another wire format than 5" in second[0]
     assert "Worker 0 announces" in second[1]
     assert "elements where at most" in second[1]
 
