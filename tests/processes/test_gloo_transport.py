@@ -197,7 +197,7 @@ def requests(worker: int, workers: int) -> None:
 
     rows = [torch.zeros(i, dtype=torch.uint8) for i in range(workers)]
     c10d = distributed_c10d
-    with mock.patch.object(c10d, "get_debug_level", return_value=c10d.DebugLevel.DETAIL):  # as NCCL's are gathered then
+    with mock.patch.object(c10d, "get_debug_level", return_value=c10d.DebugLevel.DETAIL):
         transport._broadcast_each(rows, torch.full_like(rows[worker], worker))
     assert [row.tolist() for row in rows] == [[i] * i for i in range(workers)]
 
