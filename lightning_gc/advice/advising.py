@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gc.advice import report
-from lightning_gc.advice.alpha_beta import LinkByKind
 from lightning_gc.advice.prediction import (
     METHODS,
     SIXTEEN,
@@ -253,7 +252,7 @@ def show(advice: Advice, config: Path, out: Path) -> None:
         "contention": advice.situation.contention,
         "overhead": advice.situation.overhead,
         "workers": advice.situation.workers,
-        "link": report.link_line(advice.situation.link),
+        "link": report.link_line(advice.situation.links),
     }
     report.write_json(figures, facts)
     parts = [f"# {config.stem}", verdict, markdown(columns, cells), *lines]
@@ -294,9 +293,7 @@ def verdict_line(advice: Advice) -> str:
 
 def limits(situation: Situation) -> str:
     """Describe what limits a step."""
-    dense = situation.step(situation.plain(None))
-    module, link = situation.module, situation.link
-    assert isinstance(link, LinkByKind)
+    dense, module = situation.step(None), situation.module
     return (
         f"A step of plain DDP takes {dense.seconds:.4f} s (predicted). Forward, backward and "
         f"optimizer take {module.step:.4f} s, the wait for the link {dense.waited:.4f} s, DDP "

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lightning_gc.advice.alpha_beta import Link, probe, sustained
+from lightning_gc.advice.link_probe import probe, sustained
 from lightning_gc.advice.meeting import (
     FIRST,
     PORT,
@@ -47,6 +47,7 @@ from lightning_gc.transports.interfaces import (
     named_interface,
     way_to,
 )
+from lightning_gc.transports.link import Link
 from lightning_gc.transports.peer_error import naming_peers
 
 

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gc.advice.alpha_beta import HasSeconds, request_seconds
 from lightning_gc.advice.traces import Asked, Shapes, Trace, pattern, trace
 from lightning_gc.compressors import Identity
 from lightning_gc.core.flow import is_gathered
 from lightning_gc.exchange.bucketing import Layout
-from lightning_gc.exchange.timeline import BucketWork, pieces_of
 from lightning_gc.methods.method import Method
 from lightning_gc.schemes import AllReduce
 from lightning_gc.transports.distributed import Distributed, gather_text
@@ -186,27 +184,3 @@ def _added(one: Asked, other: Asked) -> Asked:
         max(one.collectives, other.collectives),
         one.lengths + other.lengths,
     )
-
-
-def work(
-    buckets: Layout,
-    pieces: Layout,
-    ready: Sequence[float],
-    traces: Sequence[Trace],
-    link: HasSeconds,
-) -> list[BucketWork]:
-    """Return the background thread's work for each bucket.
-
-    Args:
-        buckets: positions of the parameters in each bucket.
-        pieces: in each segment.
-        ready: seconds of each parameter.
-        traces: of each segment.
-        link: between the workers.
-    """
-    found = []
-    for bucket in buckets:
-        whole = bucket_trace([traces[i] for i in pieces_of(bucket, pieces)])
-        seconds = tuple(request_seconds(asked, whole.workers, link) for asked in whole.asked)
-        found.append(BucketWork(max(ready[i] for i in bucket), whole.seconds, seconds))
-    return found

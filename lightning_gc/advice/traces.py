@@ -21,11 +21,12 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core import Exchange, Gather, Mean, Reply, Request
 from lightning_gc.engine import Engine
+from lightning_gc.exchange.timeline import BucketWork
 from lightning_gc.kernels import dispatch
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.base import LENGTH_BYTES, laid_out
-from lightning_gc.transports.network_model import messages_sent
+from lightning_gc.transports.link import Links, messages_sent
 from lightning_gc.transports.simulated import Simulated
 
 
@@ -47,6 +48,23 @@ class Asked:
     collectives: int = 1
     lengths: int = 0
 
+    def volume(self, workers: int) -> tuple[float, float]:
+        """Return the messages and the bytes that one worker sends for the request.
+
+        A ring all-reduce takes 2·(W − 1) messages of 1/W each, a ring all-gather W − 1 payloads, an
+        all-to-all W − 1 messages. A ragged all-gather sends its lengths in an all-gather before it;
+        an all-to-all sends them in front of each message.
+        """
+        others, messages = workers - 1, messages_sent(self.kind, workers)
+        if self.kind == "Mean":
+            return messages * self.collectives, 2 * others * self.nbytes / workers
+        ahead = others if self.lengths and self.kind == "Gather" else 0
+        return messages + ahead, others * (self.nbytes + self.lengths)
+
+    def takes(self, workers: int, links: Links) -> float:
+        """Return the seconds of the request among W workers."""
+        return links[self.kind].seconds(*self.volume(workers))
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -64,24 +82,24 @@ class Trace:
     seconds: tuple[float, ...]
     sent: float = 0.0
 
+    @property
+    def nbytes(self) -> float:
+        """Bytes that the busiest worker sends."""
+        return math.fsum(asked.volume(self.workers)[1] for asked in self.asked)
 
-def volume(asked: Asked, workers: int) -> tuple[float, float]:
-    """Return the messages and the bytes that one worker sends for a request.
+    def takes(self, links: Links) -> float:
+        """Return the seconds of the exchange: computation and requests, nothing overlapped."""
+        return self.work(0.0, links).seconds
 
-    A ring all-reduce takes 2·(W − 1) messages of 1/W each, a ring all-gather W − 1 payloads, an
-    all-to-all W − 1 messages. A ragged all-gather sends its lengths in an all-gather before it; an
-    all-to-all sends them in front of each message.
-    """
-    others, messages = workers - 1, messages_sent(asked.kind, workers)
-    if asked.kind == "Mean":
-        return messages * asked.collectives, 2 * others * asked.nbytes / workers
-    ahead = others if asked.lengths and asked.kind == "Gather" else 0
-    return messages + ahead, others * (asked.nbytes + asked.lengths)
+    def work(self, ready: float, links: Links) -> BucketWork:
+        """Return the exchange of a bucket that is ready so many seconds into the backward pass."""
+        took = tuple(each.takes(self.workers, links) for each in self.asked)
+        return BucketWork(ready, self.seconds, took)
 
 
-def sent(trace: Trace) -> float:
-    """Return the bytes that the busiest worker sends in a step."""
-    return math.fsum(volume(asked, trace.workers)[1] for asked in trace.asked)
+def dense(nbytes: float, workers: int) -> Trace:
+    """Return a ring all-reduce of so many bytes, which computes nothing."""
+    return Trace(workers, (Asked("Mean", nbytes),), (0.0, 0.0))
 
 
 class Listening(Simulated):
@@ -251,7 +269,7 @@ def pattern(traces: Sequence[Trace]) -> Pattern:
     wrong = [sum(found.at(t.workers).seconds) / sum(t.seconds) - 1 for t in traces]
     fewer = [[a.nbytes for a in each.asked] for each in traces[:-1]]
     guessed = Pattern(largest, _fit(traces[:-1], fewer), seconds).at(largest.workers)
-    volume_error = sent(guessed) / sent(largest) - 1
+    volume_error = guessed.nbytes / largest.nbytes - 1
     return Pattern(largest, sizes, seconds, volume_error, max(wrong, key=abs))
 
 

@@ -18,7 +18,6 @@ from importlib import resources
 from typing import Any
 
 from lightning_gc.advice import report
-from lightning_gc.advice.alpha_beta import Link, at_rate
 from lightning_gc.advice.costs import bucket_trace, simulated
 from lightning_gc.advice.description import Description, Shapes
 from lightning_gc.advice.prediction import (
@@ -37,6 +36,7 @@ from lightning_gc.exchange.timeline import Module
 from lightning_gc.methods.catalogue import start_text
 from lightning_gc.methods.method import Method, parse_method
 from lightning_gc.methods.text_table import plain
+from lightning_gc.transports.link import NOMINAL, Link, alike
 
 FORWARD = 1 / 3
 """Share of the forward pass in a step. The backward pass computes two products for each of its."""
@@ -168,7 +168,7 @@ class WhatIf(Description):
             costs,
             WHOLE,
             self.workers,
-            at_rate(Link(self.gbps, self.latency_us), self.gbps),
+            alike(Link(self.gbps * NOMINAL, self.latency_us)),
             contention=1.0,
             overhead=self._on_gpu("plain DDP", self.parameters, "no synchronisation"),
         )

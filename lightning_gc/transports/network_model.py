@@ -6,21 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_gc.controllers.exchange_record import ExchangeRecord
+from lightning_gc.controllers.base import ExchangeRecord
 from lightning_gc.core.settings import Settings
+from lightning_gc.transports.link import KINDS, Link, messages_sent
 
-KINDS = ("Mean", "Gather", "Exchange")
 Topology = Literal["parameter_server", "ring", "all_gather"]
-
-
-def messages_sent(kind: str, workers: int) -> int:
-    """Return the messages that one worker sends for a request: a ring takes two rounds to sum.
-
-    Args:
-        kind: ``"Mean"``, ``"Gather"``, ``"Exchange"`` or ``"MeanShard"``.
-        workers: W.
-    """
-    return (2 if kind == "Mean" else 1) * (workers - 1)
 
 
 @dataclass(frozen=True)
@@ -122,9 +112,8 @@ class NetworkModel(Settings):
         """
         messages = messages_sent(kind, workers)
         latency = dict(self.latencies_us).get(kind, self.latency_us)
-        slow = max(nbytes - self.knee_bytes, 0.0) if workers > 1 else 0.0
-        seconds = messages * latency * 1e-6 + 8 * slow / (self.bandwidth_at(step) * 1e9)
-        return ExchangeRecord(messages, nbytes, seconds)
+        link = Link(self.bandwidth_at(step), latency, self.knee_bytes)
+        return ExchangeRecord(messages, nbytes, link.seconds(messages, nbytes if messages else 0.0))
 
     def seconds(self, workers: int, message_bytes: float = 0, wire_bytes: float = 0) -> float:
         """Return the estimated seconds of communication of one step, at ``bandwidth_gbps``.
@@ -141,7 +130,7 @@ class NetworkModel(Settings):
             "ring": (wire_bytes, 2 * (workers - 1)),
             "all_gather": ((workers - 1) * message_bytes, workers - 1),
         }[self.topology]
-        return 8 * nbytes / (self.bandwidth_gbps * 1e9) + hops * self.latency_us * 1e-6
+        return Link(self.bandwidth_gbps, self.latency_us).seconds(hops, nbytes)
 
 
 def rate(text: str, whose: str) -> float:

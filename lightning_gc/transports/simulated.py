@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_gc.controllers.exchange_record import ExchangeRecord
+from lightning_gc.controllers.base import ExchangeRecord
 from lightning_gc.core import Exchange, Flow, Gather, Mean, MeanShard, Reply, Request, averaged
 from lightning_gc.core.flow import described, resume, undisturbed
 from lightning_gc.transports.accounting import (

@@ -32,7 +32,7 @@ from lightning_gc.core.flow import Flow, Gather, Mean
 from lightning_gc.exchange.peers import Peers
 from lightning_gc.transports.accounting import KEPT, Recording
 from lightning_gc.transports.base import Transport
-from lightning_gc.transports.network_model import messages_sent
+from lightning_gc.transports.link import messages_sent
 from lightning_gc.transports.simulated import Ledger
 from tests.support.controlled_workers import CPU, Training
 
