@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gc.advice import report
+from lightning_gc.advice.description import link_of
 from lightning_gc.advice.prediction import (
     METHODS,
     SIXTEEN,
@@ -30,7 +31,6 @@ from lightning_gc.methods.lightning_flavour import quiet_libraries
 from lightning_gc.methods.method import Method
 from lightning_gc.methods.text_table import markdown, plain
 from lightning_gc.methods.yaml_config import methods_in, read
-from lightning_gc.transports.network_model import rate
 
 STOPPED = 130
 
@@ -120,7 +120,8 @@ def advise(
         budget_seconds: seconds for everything. Three tenths time the methods' computation; seven
             tenths if no method is measured. If that is too little, candidates are left out.
         workers: predict for this number of workers; no method is measured.
-        link: predict for links of this nominal rate, such as ``"1gbit"``; no method is measured.
+        link: predict for links of this nominal rate, such as ``"1gbit"``, or of these rates up and
+            down, ``"20mbit/200mbit"``; no method is measured.
         predict_only: measure no method, and give no verdict.
         timeout: of every collective, in seconds.
         find_unused_parameters: as for DDP.
@@ -133,7 +134,7 @@ def advise(
         ValueError: an invalid file, method or rate; a model that optimizes manually.
         BenchError: a worker has failed.
     """
-    target = Target(workers, None if link is None else rate(link, "--link "))
+    target = Target(workers, None if link is None else link_of(link))
     if workers is not None and workers < 2:
         raise ValueError(f"advise(workers={workers!r}): at least 2 exchange gradients.")
     if budget_seconds < 10:

@@ -136,7 +136,12 @@ def slowest(traces: Sequence[Trace]) -> Trace:
     first = traces[0]
     seconds = tuple(max(each) for each in zip(*(t.seconds for t in traces), strict=True))
     asked = tuple(
-        max(each, key=lambda a: a.nbytes) for each in zip(*(t.asked for t in traces), strict=True)
+        dataclasses.replace(
+            each[0],
+            nbytes=max(asked.nbytes for asked in each),
+            received=max(asked.arriving for asked in each),
+        )
+        for each in zip(*(t.asked for t in traces), strict=True)
     )
     return Trace(first.workers, asked, seconds, max(t.sent for t in traces))
 
@@ -183,4 +188,5 @@ def _added(one: Asked, other: Asked) -> Asked:
         one.nbytes + other.nbytes,
         max(one.collectives, other.collectives),
         one.lengths + other.lengths,
+        one.arriving + other.arriving,
     )

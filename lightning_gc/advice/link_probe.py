@@ -1,4 +1,4 @@
-"""Time requests of several sizes between the workers, for the fit of their link."""
+"""Time requests between the workers, of several sizes for a fit, and in one direction each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_gc.advice.traces import Asked
 from lightning_gc.controllers import ExchangeRecord
 from lightning_gc.core import Exchange, Gather, Mean, Request
 from lightning_gc.transports.distributed import Distributed
-from lightning_gc.transports.link import KINDS
+from lightning_gc.transports.link import KINDS, Rate
 
 SIZES = tuple(1 << power for power in (3, 12, 16, 18, 19, 20, 21, 22, 23, 24))
 """Payload sizes in bytes, tried in this order."""
@@ -50,7 +50,8 @@ def _of_kind(kind: str, transport: Distributed, device: torch.device) -> Iterato
             request = _request(kind, payload, workers)
             seconds.append(_timed(partial(transport.fulfil, request), transport, device))
         least = min(seconds[1:])  # other load only adds
-        yield ExchangeRecord(*asked.volume(workers), least)
+        messages, nbytes, _ = asked.volume(workers)
+        yield ExchangeRecord(messages, nbytes, least)
         if least > LONGEST and tried >= FEWEST - 1:
             return
 
@@ -74,6 +75,59 @@ def _timed(action: Callable[[], object], transport: Distributed, device: torch.d
 def _agree(value: float, transport: Distributed, device: torch.device) -> list[float]:
     own = torch.tensor([value], dtype=torch.float64, device=device)
     return [float(payload[0]) for payload in transport.fulfil(Gather((own,)))]
+
+
+WHILE = 0.1
+"""Seconds that a probe of one direction is to take."""
+LEAST, MOST = 1 << 17, 1 << 23
+"""Bytes of its messages: at least what a traffic shaper lets pass at once, and at most."""
+MANY = 8
+"""Workers whose directions are measured, at most."""
+
+
+def directions(transport: Distributed, device: torch.device, gbps: float) -> list[Rate]:
+    """Return the rates up and down of each worker, the first ``MANY``, equal on all workers.
+
+    A worker sends to all others at once, then all others to it. Among equal links the faster rate
+    found is at most W − 1 times the slower one, because nobody can send more. No request between
+    these workers can use more either. Of two workers one's rate up is the other's rate down.
+
+    Args:
+        transport: to the others.
+        device: one that it can send from.
+        gbps: of the slower direction, roughly.
+
+    Communication pattern:
+        Four all-to-alls for each worker and direction, in which only that worker sends, or
+        receives. Before and after each an all-gather of one number.
+    """
+    workers = transport.workers
+    size = int(min(max(gbps * 1e9 / 8 * WHILE / (workers - 1), LEAST), MOST))
+    each = range(min(workers, MANY))
+    up = [_one_way([one], size, transport, device) for one in each]
+    if workers == 2:
+        return [(up[0], up[1]), (up[1], up[0])]
+    others = [[worker for worker in range(workers) if worker != one] for one in each]
+    return list(zip(up, (_one_way(all_, size, transport, device) for all_ in others), strict=True))
+
+
+def _one_way(
+    senders: Sequence[int], size: int, transport: Distributed, device: torch.device
+) -> float:
+    """Return 10⁹ bits per second that these workers send to all that are none of them, at once."""
+    took = []
+    for nbytes in (size, 2 * size):
+        payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        sends = transport.worker in senders
+        to_each = tuple(
+            (payload if sends and worker not in senders else payload[:0],)
+            for worker in range(transport.workers)
+        )
+        send = partial(transport.fulfil, Exchange(to_each, (2 * size,)))
+        took.append(min(_timed(send, transport, device) for _ in range(2)))
+    less, most = took
+    nbytes = size * len(senders) * (transport.workers - len(senders))
+    return 8e-9 * (nbytes / (most - less) if most > less else 2 * nbytes / most)
 
 
 def sustained(probes: Sequence[ExchangeRecord]) -> float:

@@ -75,7 +75,9 @@ def link_line(links: Links) -> str:
     ):
         one = links[kind]
         knee = f", {one.knee_bytes / 1024:,.0f} KiB at once" if one.knee_bytes else ""
-        parts.append(f"{word} {one.gbps:.3g} Gbit/s, {one.latency_us:,.0f} µs a message{knee}")
+        down = "" if one.down_gbps is None else f" up, {one.down_gbps:.3g} Gbit/s down"
+        rate = f"{one.gbps:.3g} Gbit/s{down}"
+        parts.append(f"{word} {rate}, {one.latency_us:,.0f} µs a message{knee}")
     return "; ".join(parts)
 
 

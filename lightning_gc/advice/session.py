@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.advice.costs import Costs, measure_costs
-from lightning_gc.advice.link_probe import probe
+from lightning_gc.advice.link_probe import directions, probe
 from lightning_gc.advice.prediction import (
     SIXTEEN,
     WHOLE,
@@ -34,7 +34,7 @@ from lightning_gc.exchange.workers import plain_name
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
 from lightning_gc.transports.distributed import Distributed, gather_text
-from lightning_gc.transports.link import Links, at_rate, fit_with_knee
+from lightning_gc.transports.link import Link, Links, at_rate, fit_with_knee, with_directions
 from lightning_gc.transports.peer_error import PeerError, awaiting_peers
 
 Mark = float | torch.cuda.Event
@@ -203,11 +203,12 @@ class Target:
 
     Attributes:
         workers: W; None is this run's W.
-        gbps: nominal rate of its links; None is the measured link.
+        link: nominal rates of its links, whose latency is the measured one; None: the measured
+            link.
     """
 
     workers: int | None = None
-    gbps: float | None = None
+    link: Link | None = None
 
 
 class Session:
@@ -245,9 +246,11 @@ class Session:
         """Probe the link between the workers."""
         try:
             probes = probe(self.transport, self.device)
+            links = {kind: fit_with_knee(found) for kind, found in probes.items()}
+            ways = directions(self.transport, self.device, links["Exchange"].gbps)
         except PeerError as error:
             raise BenchError(self.setup.worker.rank, "the probe of the link", error) from error
-        return {kind: fit_with_knee(found) for kind, found in probes.items()}
+        return with_directions(links, *(min(each) for each in zip(*ways, strict=True)))
 
     def situation(self, target: Target, links: Links) -> Situation:
         """Time module, methods and DDP's wrapper; return the situation of the target."""
@@ -294,7 +297,7 @@ class Session:
             contention,
         )
         overhead = max(self._wrapped_turn() - module.step, 0.0)
-        asked = links if target.gbps is None else at_rate(links, target.gbps)
+        asked = links if target.link is None else at_rate(links, target.link)
         return replace(here, workers=workers, links=asked, overhead=overhead)
 
     def knobs(self, costs: Costs) -> dict[str, frozenset[str]]:

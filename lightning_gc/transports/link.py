@@ -20,6 +20,12 @@ NOMINAL = 0.96
 """Share of a link's nominal rate for payloads; the rest are headers of Ethernet and TCP."""
 
 
+APART = 1.5
+"""Factor by which the directions of a link must differ: less may be noise of a measurement."""
+Rate = tuple[float, float]
+"""Of what is sent and of what is received, in 10⁹ bits per second."""
+
+
 def messages_sent(kind: str, workers: int) -> int:
     """Return the messages that one worker sends for a request: a ring takes two rounds to sum.
 
@@ -32,27 +38,54 @@ def messages_sent(kind: str, workers: int) -> int:
 
 @dataclass(frozen=True)
 class Link:
-    """A worker's link, equal in both directions; the network behind the links is not a bottleneck.
+    """A worker's link, which sends and receives at the same time.
+
+    The network behind the links is not a bottleneck. Whatever arrives somewhere, another worker has
+    sent. So among equal links a ring, an all-gather or an all-to-all of equal messages sends as
+    much as it receives, and takes the time of the slower direction. The other direction counts only
+    where messages differ in length.
 
     Attributes:
-        gbps: 10⁹ bits per second; 0: not known.
+        gbps: of what it sends, in 10⁹ bits per second; 0: not known.
         latency_us: of one message, in microseconds.
-        knee_bytes: bytes of a request that pass at once, into buffers; only further bytes take
-            time.
+        knee_bytes: bytes of a request that pass at once in each direction, into buffers; only
+            further bytes take time.
+        down_gbps: of what it receives; None: the same as of what it sends.
     """
 
     gbps: float
     latency_us: float
     knee_bytes: float = 0.0
+    down_gbps: float | None = None
 
     def __str__(self) -> str:
-        """Return the rate as plots show it."""
-        return f"{self.gbps:g} Gbit/s" if self.gbps >= 1 else f"{1000 * self.gbps:g} Mbit/s"
+        """Return the rates as plots show them."""
+        if self.down_gbps in (None, self.gbps):
+            return _written(self.gbps)
+        assert self.down_gbps is not None
+        return f"{_written(self.gbps)} up, {_written(self.down_gbps)} down"
 
-    def seconds(self, messages: float, nbytes: float) -> float:
-        """Return the seconds of ``messages`` messages with ``nbytes`` bytes in total."""
-        slow = max(nbytes - self.knee_bytes, 0.0)
-        return messages * self.latency_us * 1e-6 + 8 * slow / (self.gbps * 1e9)
+    def times(self, factor: float) -> Link:
+        """Return this link with so many times the rates."""
+        down = None if self.down_gbps is None else factor * self.down_gbps
+        return replace(self, gbps=factor * self.gbps, down_gbps=down)
+
+    def seconds(self, messages: float, sent: float, received: float | None = None) -> float:
+        """Return ``α·messages + max(8·sent/up, 8·received/down)``, bytes beyond the knee only.
+
+        Args:
+            messages: that the worker sends.
+            sent: bytes that it sends in all.
+            received: bytes that it receives; None: as many as it sends.
+        """
+        down = self.gbps if self.down_gbps is None else self.down_gbps
+        both = ((sent, self.gbps), (sent if received is None else received, down))
+        slow = max(8 * max(nbytes - self.knee_bytes, 0.0) / (rate * 1e9) for nbytes, rate in both)
+        return messages * self.latency_us * 1e-6 + slow
+
+
+def _written(gbps: float) -> str:
+    return f"{gbps:g} Gbit/s" if gbps >= 1 else f"{1000 * gbps:g} Mbit/s"
 
 
 Links = Mapping[str, Link]
@@ -64,13 +97,27 @@ def alike(link: Link) -> Links:
     return dict.fromkeys(KINDS, link)
 
 
-def at_rate(links: Links, gbps: float) -> Links:
-    """Return links of a nominal rate with the latency measured here, and no knee.
+def at_rate(links: Links, nominal: Link) -> Links:
+    """Return links of nominal rates with the latency measured here, and no knee.
 
     The knee belongs to the measured link: buffers of a loopback, or the burst of a shaper.
     """
+    payload = nominal.times(NOMINAL)
+    return {kind: replace(payload, latency_us=link.latency_us) for kind, link in links.items()}
+
+
+def with_directions(links: Links, up: float, down: float) -> Links:
+    """Return links whose faster direction is as much faster as these rates say.
+
+    What was fitted to requests with equal messages is the slower direction's. Rates that differ by
+    less than ``APART`` count as equal.
+    """
+    if max(up, down) < APART * min(up, down):
+        return links
+    slower = min(up, down)
     return {
-        kind: replace(link, gbps=gbps * NOMINAL, knee_bytes=0.0) for kind, link in links.items()
+        kind: replace(link, gbps=link.gbps * up / slower, down_gbps=link.gbps * down / slower)
+        for kind, link in links.items()
     }
 
 

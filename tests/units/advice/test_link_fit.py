@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 
 from lightning_gc.advice.link_probe import SIZES
 from lightning_gc.controllers import ExchangeRecord
-from lightning_gc.transports.link import NOMINAL, Link, at_rate, fit_with_knee
+from lightning_gc.transports.link import (
+    NOMINAL,
+    Link,
+    alike,
+    at_rate,
+    fit_with_knee,
+    with_directions,
+)
 from tests.support.replay import patient
 
 
@@ -43,7 +50,7 @@ def test_a_shaped_link_with_a_burst(gbps: float, delay_ms: int, noise: float) ->
 
 def test_another_rate_keeps_the_latency() -> None:
     one, other = Link(8.0, 50.0, 1000.0), Link(6.0, 70.0)
-    found = at_rate({"Mean": one, "Gather": other}, 1.0)
+    found = at_rate({"Mean": one, "Gather": other}, Link(1.0, 0.0))
     assert found == {"Mean": Link(NOMINAL, 50.0), "Gather": Link(NOMINAL, 70.0)}
 
 
@@ -51,3 +58,26 @@ def test_a_link_as_quick_with_any_size_has_some_rate() -> None:
     found = fit_with_knee([ExchangeRecord(2, 8, 1e-4), ExchangeRecord(2, 1 << 20, 1e-4)])
     assert found.gbps > 0
     assert found.latency_us == pytest.approx(50)
+
+
+def test_each_direction_has_its_own_rate() -> None:
+    """A byte a second up, and ten down; what is slower counts, as both run at the same time."""
+    link = Link(8e-9, 1e6, knee_bytes=10.0, down_gbps=8e-8)
+    assert link.seconds(1, 110, 110) == pytest.approx(1 + 100)
+    assert link.seconds(1, 20, 310) == pytest.approx(1 + 30)
+    assert link.seconds(1, 60, 310) == pytest.approx(1 + 50)
+    assert link.seconds(0, 110) == link.seconds(0, 110, 110)
+    assert str(Link(0.02, 0.0, down_gbps=1.0)) == "20 Mbit/s up, 1 Gbit/s down"
+    assert str(Link(0.02, 0.0, down_gbps=0.02)) == "20 Mbit/s"
+    assert link.times(2).seconds(0, 20, 310) == pytest.approx(15)
+    found = at_rate(alike(Link(1.0, 50.0)), Link(1.0, 7.0, down_gbps=2.0))
+    assert found["Mean"] == Link(NOMINAL, 50.0, down_gbps=2 * NOMINAL)
+
+
+def test_the_fit_is_the_slower_directions() -> None:
+    fitted = alike(Link(0.02, 50.0, 1000.0))
+    faster = with_directions(fitted, 0.019, 0.19)["Mean"]
+    assert (faster.gbps, faster.down_gbps) == (0.02, pytest.approx(0.2))
+    faster = with_directions(fitted, 0.19, 0.019)["Mean"]
+    assert (faster.gbps, faster.down_gbps) == (pytest.approx(0.2), 0.02)
+    assert with_directions(fitted, 0.02, 0.025) == fitted, "noise"
