@@ -120,7 +120,7 @@ class Listening(Simulated):
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
         """Record one round, and answer it."""
-        first, others = requests[0], self.workers - 1
+        first, others = requests[0], max(self.workers - 1, 1)
         if isinstance(first, Mean):
             nbytes = sum(t.numel() * t.element_size() for t in first.tensors)
             self.asked.append(Asked("Mean", nbytes, len({t.dtype for t in first.tensors})))
