@@ -93,9 +93,9 @@ class Auto(Controller):
             ``Cast()``, ``QSGD(8)``, and but under Muon and SOAP ``QSGD(6)`` and ``QSGD(4)``; they
             trained as well as uncompressed gradients at unchanged hyper-parameters, within the
             spread of seeds or 0.03 nats.
-            ``"feedback"``: also ``PowerSGD(2)``, ``TopK(0.01)`` and
-            ``Quantised(ChunkedTopK(), BinMeans(2))`` with error feedback; they send less, and the
-            learning rate wants tuning for the one that is chosen. Or a ``Menu`` of your own.
+            ``"feedback"``: also ``PowerSGD(2)``, ``TopK(0.01)`` by an all-gather or ``TwoShot()``,
+            and ``Quantised(ChunkedTopK(), BinMeans(2))``, with error feedback; they send less, and
+            the learning rate wants tuning for the one that is chosen. Or a ``Menu`` of your own.
         every: steps of a window while it watches, at least. Each costs an all-reduce of a few
             numbers and a broadcast.
         trace: path of a file; empty for none.

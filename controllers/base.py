@@ -9,8 +9,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from lightning_gc.core.settings import Settings
 
-from .exchange_record import ExchangeRecord
-
 State = dict[str, Any]
 """A controller's state: numbers, strings, lists and dicts of these."""
 
@@ -42,6 +40,21 @@ class Curve(NamedTuple):
 
     norm: float
     points: tuple[Point, ...]
+
+
+class ExchangeRecord(NamedTuple):
+    """One request of a worker.
+
+    Attributes:
+        messages: that it sent.
+        nbytes: that it sent in all.
+        seconds: that the request took. On CUDA from when its stream has reached the request until
+            it has finished it. Both include waiting for a late peer; see ``Observation.exchanges``.
+    """
+
+    messages: float
+    nbytes: float
+    seconds: float
 
 
 class Candidate(NamedTuple):

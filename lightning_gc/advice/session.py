@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.advice.alpha_beta import LinkByKind, Probe, at_rate, fit_all, probe
 from lightning_gc.advice.costs import Costs, measure_costs
+from lightning_gc.advice.link_probe import directions, probe
 from lightning_gc.advice.prediction import (
     SIXTEEN,
     WHOLE,
@@ -34,6 +34,7 @@ from lightning_gc.exchange.workers import plain_name
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
 from lightning_gc.transports.distributed import Distributed, gather_text
+from lightning_gc.transports.link import Link, Links, at_rate, fit_with_knee, with_directions
 from lightning_gc.transports.peer_error import PeerError, awaiting_peers
 
 Mark = float | torch.cuda.Event
@@ -202,11 +203,12 @@ class Target:
 
     Attributes:
         workers: W; None is this run's W.
-        gbps: nominal rate of its links; None is the measured link.
+        link: nominal rates of its links, whose latency is the measured one; None: the measured
+            link.
     """
 
     workers: int | None = None
-    gbps: float | None = None
+    link: Link | None = None
 
 
 class Session:
@@ -238,18 +240,19 @@ class Session:
         self.transport = Distributed(purpose="a measurement for an advice")
         # Torch has no bf16 hook for Gloo.
         self.hook = BF16 if setup.backend == "nccl" else FP16
-        self.probes: dict[str, list[Probe]] = {}
         self.missing: dict[str, str] = {}
 
-    def find_link(self) -> LinkByKind:
+    def find_link(self) -> Links:
         """Probe the link between the workers."""
         try:
-            self.probes = probe(self.transport, self.device)
+            probes = probe(self.transport, self.device)
+            links = {kind: fit_with_knee(found) for kind, found in probes.items()}
+            ways = directions(self.transport, self.device, links["Exchange"].gbps)
         except PeerError as error:
             raise BenchError(self.setup.worker.rank, "the probe of the link", error) from error
-        return fit_all(self.probes)
+        return with_directions(links, *(min(each) for each in zip(*ways, strict=True)))
 
-    def situation(self, target: Target, link: LinkByKind) -> Situation:
+    def situation(self, target: Target, links: Links) -> Situation:
         """Time module, methods and DDP's wrapper; return the situation of the target."""
         workers = target.workers or self.setup.worker.world_size
         timing, module = self._module_turn()
@@ -290,12 +293,12 @@ class Session:
             costs,
             WHOLE,
             self.setup.worker.world_size,
-            link,
+            links,
             contention,
         )
         overhead = max(self._wrapped_turn() - module.step, 0.0)
-        asked = link if target.gbps is None else at_rate(link, target.gbps)
-        return replace(here, workers=workers, link=asked, overhead=overhead)
+        asked = links if target.link is None else at_rate(links, target.link)
+        return replace(here, workers=workers, links=asked, overhead=overhead)
 
     def knobs(self, costs: Costs) -> dict[str, frozenset[str]]:
         """Return for each method the parameters with a level that a controller can set."""

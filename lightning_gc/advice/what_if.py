@@ -18,7 +18,6 @@ from importlib import resources
 from typing import Any
 
 from lightning_gc.advice import report
-from lightning_gc.advice.alpha_beta import Link, at_rate
 from lightning_gc.advice.costs import bucket_trace, simulated
 from lightning_gc.advice.description import Description, Shapes
 from lightning_gc.advice.prediction import (
@@ -37,6 +36,7 @@ from lightning_gc.exchange.timeline import Module
 from lightning_gc.methods.catalogue import start_text
 from lightning_gc.methods.method import Method, parse_method
 from lightning_gc.methods.text_table import plain
+from lightning_gc.transports.link import NOMINAL, alike
 
 FORWARD = 1 / 3
 """Share of the forward pass in a step. The backward pass computes two products for each of its."""
@@ -168,7 +168,7 @@ class WhatIf(Description):
             costs,
             WHOLE,
             self.workers,
-            at_rate(Link(self.gbps, self.latency_us), self.gbps),
+            alike(self.link.times(NOMINAL)),
             contention=1.0,
             overhead=self._on_gpu("plain DDP", self.parameters, "no synchronisation"),
         )
@@ -245,11 +245,11 @@ def changes(case: WhatIf, method: str | None) -> list[str]:
         case: as described.
         method: the method that its verdict suggests, or None.
     """
-    slow, fast = 10 * case.latency_us, 10 * case.gbps
+    slow, fast = 10 * case.link.latency_us, case.link.times(10)
     cases = {
-        f"{slow:g} µs a message": replace(case, latency_us=slow),
+        f"{slow:g} µs a message": replace(case, link=replace(case.link, latency_us=slow)),
         f"{2 * case.workers} workers": replace(case, workers=2 * case.workers),
-        str(Link(fast, 0)): replace(case, gbps=fast),
+        str(fast): replace(case, link=fast),
         "no overlap with the backward pass": replace(case, overlap=False),
     }
     lines = []
@@ -288,7 +288,7 @@ def run(described: Description, name: str | None) -> None:
         plain(columns, cells, shutil.get_terminal_size((120, 24)).columns),
         report.LOCAL_NOTE,
         f"Model: {model}, {case.parameters:,} parameters in float32.",
-        f"Network: {case.workers} workers, {Link(case.gbps, 0)}, {case.latency_us:g} µs a message.",
+        f"Network: {case.workers} workers, {case.link}, {case.link.latency_us:g} µs a message.",
         f"Costs of compression: {known['machine']}.",
         "Assumed: a third of the step is the forward pass, and gradients become ready evenly.",
         "Also assumed: compression delays the backward pass by its own seconds.",

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 
 from lightning_gc.compressors import Collective, Compressor
 from lightning_gc.compressors.base import Waits
-from lightning_gc.compressors.wrappers.menu import compressors_of
+from lightning_gc.compressors.wrappers.menu import Menu, chosen_of, compressors_of
 from lightning_gc.core.registry import make
 from lightning_gc.memories import MEMORIES, Memory
-from lightning_gc.schemes import AllGather, AllGatherOrTwoShot, AllReduce, Scheme, TwoShot
+from lightning_gc.schemes import (
+    SCHEMES,
+    AllGather,
+    AllGatherOrTwoShot,
+    AllReduce,
+    Scheme,
+    TwoShot,
+)
 
 
 def combine(
@@ -21,7 +28,7 @@ def combine(
     ``NoMemory()`` for unbiased ones. Scheme: ``AllReduce()`` for linear compressors, ``TwoShot()``
     for votes, ``AllGatherOrTwoShot()`` for other quantisers and ``Lossless()``, ``AllGather()`` for
     the rest, none for a ``Collective``. A ``Menu`` has the memory that its biased compressors name,
-    and no scheme, since each compressor has its own.
+    and no scheme, since each choice has its own.
 
     Raises:
         ValueError: the scheme's ``check`` refuses the compressor, or the memory's refuses either;
@@ -29,10 +36,11 @@ def combine(
     """
     entries = compressors_of(compressor)
     memory = memory or make("memory", _default_memory(compressor, entries), MEMORIES, Memory)
-    for entry in entries:
-        if scheme is not None:
-            scheme.check(entry)
-        memory.check(entry, scheme or default_scheme(entry))
+    for choice in choices_of(compressor):
+        own, entry = scheme or default_scheme(choice), chosen_of(choice)
+        if own is not None:
+            own.check(entry)
+        memory.check(entry, own)
     return compressor, memory, scheme or (default_scheme(compressor) if len(entries) == 1 else None)
 
 
@@ -52,8 +60,20 @@ def _default_memory(compressor: Compressor, entries: Sequence[Compressor]) -> st
     return several[0]
 
 
+def choices_of(compressor: Compressor) -> list[Compressor]:
+    """Return a menu at each of its choices; of another compressor, itself."""
+    if not isinstance(compressor, Menu):
+        return [compressor]
+    return [compressor.at(place) for place, _ in enumerate(compressor.names, 1)]
+
+
 def default_scheme(compressor: Compressor) -> Scheme | None:
-    """Return a compressor's default scheme, or None for a ``Collective``."""
+    """Return a compressor's scheme, where none is given beside it; None for a ``Collective``."""
+    if isinstance(compressor, Menu):
+        own = dict(compressor.schemes).get(compressor.names[compressor.level - 1])
+        if own is not None:
+            return make("scheme", own, SCHEMES, Scheme)
+        compressor = compressor.chosen
     if isinstance(compressor.method, Collective):
         return None
     traits = compressor.traits

@@ -42,15 +42,17 @@ _ROUNDING: dict[str, Compressor] = {
     "QSGD(6)": QSGD(6),
     "QSGD(4)": QSGD(4),
 }
+_TWICE = "TopK(0.01), TwoShot"
 _FEEDBACK: dict[str, Compressor] = {
     **_ROUNDING,
     "PowerSGD(2)": PowerSGD(2),
+    _TWICE: TopK(0.01),
     "TopK(0.01)": TopK(0.01),
     "ChunkedTopK and BinMeans": Quantised(ChunkedTopK(), BinMeans(2)),
 }
 _MENUS: dict[str, tuple[Menu, Memory]] = {
     "rounding": (Menu(_ROUNDING), NoMemory()),
-    "feedback": (Menu(_FEEDBACK), ErrorFeedback()),
+    "feedback": (Menu(_FEEDBACK, schemes={_TWICE: "two_shot"}), ErrorFeedback()),
 }
 """Word -> menu and default memory. Without errors uncompressed steps are plain DDP's."""
 

@@ -62,9 +62,10 @@ def _nbytes(compressor: Compressor) -> float:
 class Menu(Compressor):
     """Choose among compressors: one of them works, and a controller may choose another one.
 
-    At a choice each bit is as with that compressor alone: it has its own default scheme, and sends
-    small tensors as it would alone. Errors are kept when the choice changes, and the next
-    compressor sends them. A compressor's own state, such as PowerSGD's last factors, is dropped.
+    At a choice each bit is as with that compressor alone: it has the scheme that ``schemes`` names
+    or its default one, and sends small tensors as it would alone. Errors are kept when the choice
+    changes, and the next compressor sends them. A compressor's own state, such as PowerSGD's last
+    factors, is dropped.
 
     The level is the place of the choice in ascending order of the bytes of a matrix of 2^20
     elements, from 1. Controllers that are given their levels can drive a menu, such as ``Schedule``
@@ -73,6 +74,9 @@ class Menu(Compressor):
     Args:
         compressors: name -> compressor, at least two. Each may have its own wrappers.
         choice: name of the compressor that works at first; by default the first one that is given.
+        schemes: name -> scheme of that choice, an instance or its name, such as
+            ``{"topk in two rounds": "two_shot"}``; others have their default. A ``scheme`` that is
+            given beside the menu counts for all.
 
     Communication pattern:
         The chosen compressor's. If a controller gives parameters different compressors with
@@ -82,7 +86,7 @@ class Menu(Compressor):
         The worst one of all compressors.
 
     Raises:
-        ValueError: fewer than two compressors, an unknown choice, another menu inside, or a
+        ValueError: fewer than two compressors, an unknown name, another menu inside, or a
             compressor that cannot stand beside others: one whose workers vote, which leaves no
             error for the next one, and one that reads the state of all tensors.
 
@@ -101,6 +105,7 @@ class Menu(Compressor):
 
     compressors: Mapping[str, Compressor]
     choice: str | None = None  # never after construction
+    schemes: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         given = self.compressors
@@ -113,11 +118,13 @@ class Menu(Compressor):
             _check(name, compressor)
         if self.choice is None:
             object.__setattr__(self, "choice", next(iter(given)))
-        elif self.choice not in given:
-            raise ValueError(
-                f"Menu(choice={self.choice!r}): this is not on the menu"
-                f"{did_you_mean(self.choice, given)}; give one of {', '.join(map(repr, given))}."
-            )
+        object.__setattr__(self, "schemes", tuple(dict(self.schemes).items()))  # hashable
+        for field, name in (("choice", self.choice), *(("schemes", n) for n, _ in self.schemes)):
+            if name not in given:
+                raise ValueError(
+                    f"Menu({field}={name!r}): this is not on the menu{did_you_mean(name, given)}; "
+                    f"give one of {', '.join(map(repr, given))}."
+                )
         entries = given if isinstance(given, Entries) else Entries(given)
         object.__setattr__(self, "compressors", entries)
 
@@ -125,6 +132,11 @@ class Menu(Compressor):
     def names(self) -> tuple[str, ...]:
         """Names of the compressors, in ascending order of bytes."""
         return tuple(self.compressors)
+
+    def __repr__(self) -> str:
+        """Return the menu as it is written; checkpoints compare it."""
+        own = f", schemes={dict(self.schemes)!r}" if self.schemes else ""
+        return f"Menu(compressors={self.compressors!r}, choice={self.choice!r}{own})"
 
     def __str__(self) -> str:
         """Return the names, for tables and the log; what they stand for is in the repr."""

@@ -37,7 +37,7 @@ from lightning_gc.lightning.simulation.own_state import (
 from lightning_gc.lightning.simulation.sharded_loader import deal, is_dealable
 from lightning_gc.local_steps.refusals import with_held
 from lightning_gc.transports.accounting import COMPUTE
-from lightning_gc.transports.network_model import NetworkModel, rate
+from lightning_gc.transports.network_model import NetworkModel, rates
 from lightning_gc.transports.simulated import Ledger
 
 
@@ -265,7 +265,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         if not isinstance(workers, int) or workers < 1:
             raise ValueError(f"{owner}(workers={workers!r}): give a whole number, 1 or more.")
         if isinstance(network, str):
-            network = NetworkModel(rate(network, f"{owner}(network=...): "))
+            up, down = rates(network, f"{owner}(network=...): ")
+            network = NetworkModel(up) if up == down else NetworkModel(up_gbps=up, down_gbps=down)
         if not isinstance(network, NetworkModel):
             raise ValueError(
                 f"{owner}(network={network!r}): give an instance, such as "
