@@ -21,13 +21,11 @@ from .base import Observation as Observation
 from .base import Point as Point
 from .base import Weighed as Weighed
 from .budget import Budget as Budget
-from .by_size import BySize as BySize
 from .bytes_budget import BytesBudget as BytesBudget
 from .chain import Chain as Chain
 from .congestion_aimd import CongestionAIMD as CongestionAIMD
 from .dqsgd import DQSGD as DQSGD
 from .dynamic_bit_width import DynamicBitWidth as DynamicBitWidth
-from .estimated_threshold import EstimatedThreshold as EstimatedThreshold
 from .exchange_record import ExchangeRecord as ExchangeRecord
 from .exchange_record import FittedLink as FittedLink
 from .fixed import Fixed as Fixed
@@ -45,7 +43,6 @@ __all__ = [
     "Auto",
     "BandwidthAware",
     "Budget",
-    "BySize",
     "BytesBudget",
     "Chain",
     "Candidate",
@@ -55,7 +52,6 @@ __all__ = [
     "Curve",
     "Decision",
     "DynamicBitWidth",
-    "EstimatedThreshold",
     "ExchangeRecord",
     "FittedLink",
     "Fixed",

@@ -478,7 +478,7 @@ class LocalSteps(LocalHooks, RealWorker):
             manual optimization, ``SyncBatchNorm``, callbacks that average weights or prune,
             ``ZeroRedundancyOptimizer``, an optimizer with a process group, a schedule-free one, a
             number of processes that N does not divide; a module in shards without an ``island``,
-            or with ``elastic``, ``RadialDirectional``, a loss scaler or another ``state`` than
+            or with ``elastic``, a loss scaler or another ``state`` than
             ``"full"``; in the first step, any optimizer that communicates.
         RuntimeError: after ten lost rounds in a row; a parameter that was unfrozen, added,
             replaced or cast after the fit began; a step of its weights that the Trainer does not

@@ -342,7 +342,7 @@ def refuse_curves(owner: str, controller: Controller | None) -> None:
     if controller is not None and controller.needs.curves:
         raise ValueError(
             f"{owner}: {type(controller).__name__} compresses full gradients to see what each "
-            f"level costs, and a rank has shards of them; use BySize, Plan, or Accordion."
+            f"level costs, and a rank has shards of them; use Plan or Accordion."
         )
 
 
