@@ -126,7 +126,7 @@ _ELSEWHERE = {
     "CompressedGradients": f"{__name__}.huggingface.CompressedGradients",
     "CompressedRayStrategy": f"{__name__}.lightning.for_ray.CompressedRayStrategy",
 }
-"""The same of names whose modules need packages that are not asked for."""
+"""The same of names in modules that need packages which are not asked for."""
 _for_authors: dict[str, str] = {}
 """``{name: dotted path}`` of base classes and declarations."""
 

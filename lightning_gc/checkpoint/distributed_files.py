@@ -25,7 +25,7 @@ import torch
 
 from lightning_gc.checkpoint import side_files
 from lightning_gc.checkpoint.side_files import (
-    Ranks,
+    AnyHost,
     in_short,
     on_all_ranks,
     reading,
@@ -44,7 +44,7 @@ _OF_RANK = re.compile(r"__(\d+)_.*")
 _BLOCK = 1 << 20
 
 
-def record_files(host: Ranks, target: Path, folder: Path) -> None:
+def record_files(host: AnyHost, target: Path, folder: Path) -> None:
     """Write the checksums of a complete distributed checkpoint's files to ``folder``.
 
     Each rank reads back the files that it has written.
@@ -76,7 +76,7 @@ def record_files(host: Ranks, target: Path, folder: Path) -> None:
     on_all_ranks(host, problem, write)
 
 
-def check_files(host: Ranks, target: Path, *, recorded: bool, safely: bool) -> bool:
+def check_files(host: AnyHost, target: Path, *, recorded: bool, safely: bool) -> bool:
     """Check a distributed checkpoint before it is loaded; each rank reads some of its files.
 
     Args:
@@ -150,7 +150,7 @@ def _is_of_checkpoint(name: str) -> bool:
     return name in (LAST, METADATA) or name.endswith(".distcp")
 
 
-def _share(names: Iterable[str], host: Ranks) -> list[str]:
+def _share(names: Iterable[str], host: AnyHost) -> list[str]:
     """Return the files that this rank reads: where possible, the ones that it has written."""
 
     def reader(name: str) -> int:

@@ -24,7 +24,7 @@ class Lossless(Codec):
 
     An element's sign and mantissa are as good as random. Its exponent is one of a few: in a normal
     tensor it has 2.5 bits of entropy, and float32 and bfloat16 spend 8 on it. Exponents are ranked
-    by frequency, and ranks are coded by Golomb-Rice, whose parameter is fitted to the tensor.
+    by frequency, and ranks are coded by Golomb-Rice with a parameter fitted to the tensor.
     Elements that are zero take one bit, without sign and mantissa, if no element is −0 or
     subnormal. The low 16 bits of the mantissa are left out if they are zero, as in bfloat16.
 

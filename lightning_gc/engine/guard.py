@@ -156,7 +156,7 @@ class Guard:
 
 
 class Onlooker(Guard):
-    """Guards a bucket whose worker has no errors and sends its gradient as it is.
+    """Guards a bucket of a worker that has no errors and sends its gradient as it is.
 
     It need not look at the gradient: what is not finite, is not finite in the mean. It hears the
     flags of workers that have errors, which expect one of this worker.

@@ -38,7 +38,7 @@ _OWNER = "CompressedFSDPStrategy"
 
 
 class CompressedFSDP(ShardedStrategy):
-    """FSDP whose ranks send each other compressed gradients, compressed weights, or both.
+    """FSDP that exchanges compressed gradients, compressed weights, or both.
 
     The model is sharded by FSDP2 over W ranks: all, or with ``tensor_parallel_size`` T those that
     have the same part of each layer. Where FSDP2 would reduce-scatter the gradient of

@@ -286,7 +286,7 @@ class UnitScatter:
     """One unit's reduce-scatter: what torch calls a ``ReduceScatter``.
 
     Args:
-        unit: whose gradients these are.
+        unit: these are its gradients.
         names: sharded parameter -> name, of all that are trained.
         exchange: given the flat gradient ``(numel,)``, parameter after parameter, shapes by name
             and a process group, replaces this rank's shards in it by their means.

@@ -1,4 +1,4 @@
-"""AQSGD: QSGD whose levels are moved to where they make the variance least."""
+"""AQSGD: QSGD with levels moved to where they make the variance least."""
 
 from __future__ import annotations
 

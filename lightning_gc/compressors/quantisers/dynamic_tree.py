@@ -1,4 +1,4 @@
-"""DynamicTree: send each element as one of 256 values whose spacing grows with their size."""
+"""DynamicTree: send each element as one of 256 values, with wider spaces between large ones."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def number(code: int, mantissa: int) -> int:
     """Return the number of a code without its sign, in units of the smallest number above zero.
 
     Example:
-        >>> [number(code, mantissa=1) for code in range(8)]  # E2M1, whose unit is 1/2
+        >>> [number(code, mantissa=1) for code in range(8)]  # E2M1: its unit is 1/2
         [0, 1, 2, 3, 4, 6, 8, 12]
     """
     places = max(0, (code >> mantissa) - 1)

@@ -24,7 +24,7 @@ _SPARSE = 0.2  # share of elements above which a permutation is faster on the ho
 
 
 class RandomSparsifier(DensitySparsifier, Codec):
-    """Send k = density·numel elements whose positions follow from a seed.
+    """Send k = density·numel elements at positions that follow from a seed.
 
     Subclasses have ``shared`` and ``unbiased``, as fields or as class attributes.
     """
