@@ -182,8 +182,16 @@ class ExchangeRecorder:
             return None
         opening, *exchange, closing = self._spans
         requests = [_into(r, reply) for r, reply in zip(self._requests, self._replies, strict=True)]
-        counts = self.bucket.tally, self._tape.kept
-        return RecordedExchange(opening, exchange, requests, self._replies, closing, error, *counts)
+        return RecordedExchange(
+            opening=opening,
+            exchange=exchange,
+            requests=requests,
+            replies=self._replies,
+            closing=closing,
+            error=error,
+            tally=self.bucket.tally,
+            kept=self._tape.kept,
+        )
 
 
 def _into(request: Request, reply: Reply) -> Request:

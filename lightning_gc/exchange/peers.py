@@ -166,8 +166,8 @@ def take_over(module: nn.Module) -> None:
 def broadcast_all(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Broadcast tensors of the group's first member, one by one; empty ones are left out."""
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
-    who = dist.get_rank(group), dist.get_world_size(group)
-    with torch.no_grad(), awaiting_peers("begin with the same weights", *who):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    with torch.no_grad(), awaiting_peers("begin with the same weights", rank, size):
         for tensor in tensors:
             if tensor.numel():
                 flat = tensor.detach().reshape(-1).contiguous()

@@ -308,8 +308,14 @@ class Configuration:
 
     def engine(self, worker: int, workers: int) -> Engine:
         """Return the engine of one of ``workers`` workers."""
-        parts = self.compressor, self.memory, self.scheme
-        return Engine(*parts, worker=worker, workers=workers, seed=self.seed)
+        return Engine(
+            self.compressor,
+            self.memory,
+            self.scheme,
+            worker=worker,
+            workers=workers,
+            seed=self.seed,
+        )
 
     def waits(self, workers: int) -> bool:
         """Return whether an exchange among W workers can make the host wait for a GPU."""

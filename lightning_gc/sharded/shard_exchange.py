@@ -170,8 +170,9 @@ def synchronizer_of_shards(
     made: list[Synchronizer] = []
 
     def make() -> str:
-        parts = (workers, device, between)
-        made.append(Synchronizer(*parts, purpose=purpose, groups=columns, **others))
+        made.append(
+            Synchronizer(workers, device, between, purpose=purpose, groups=columns, **others)
+        )
         return ""
 
     on_all_ranks(make, device)

@@ -245,10 +245,16 @@ class _PaddedEngine(Engine):
     """Compresses parameters in padded shapes; their state has the parameters' own outside."""
 
     def __init__(
-        self, parts: Configuration, worker: int, workers: int, cuts: Mapping[str, Cut]
+        self, made: Configuration, worker: int, workers: int, cuts: Mapping[str, Cut]
     ) -> None:
-        given = parts.compressor, parts.memory, parts.scheme
-        super().__init__(*given, worker=worker, workers=workers, seed=parts.seed)
+        super().__init__(
+            made.compressor,
+            made.memory,
+            made.scheme,
+            worker=worker,
+            workers=workers,
+            seed=made.seed,
+        )
         self._cuts = cuts
         self.padding = {name: cut.padding for name, cut in cuts.items() if cut.padding}
 

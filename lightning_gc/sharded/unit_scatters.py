@@ -119,8 +119,10 @@ class ReduceScatter(Scheme):
         flows = []
         for name, span in spans:
             part = bucket.part(name, span.start, span.stop)
-            given = codec, part, buffer[span], out[span]
-            flows.append(_scattered(*given) if near == 1 else _in_two_hops(*given, near))
+            if near == 1:
+                flows.append(_scattered(codec, part, buffer[span], out[span]))
+            else:
+                flows.append(_in_two_hops(codec, part, buffer[span], out[span], near))
         yield from together(flows, bucket.workers)
 
     def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:

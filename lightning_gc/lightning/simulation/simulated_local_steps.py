@@ -194,10 +194,17 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self._buffers = [WorkerBuffers(module, self.island) for _ in range(self.workers)]
         rounds = []
         for engine, end in zip(self.engines, exchanges.of, strict=True):
-            present = partial(self._entered, engine.worker)
-            each = (module, workers.names, engine, end, self.plan, present)
-            time = clock.of(engine.worker)
-            rounds.append(LocalRounds(*each, clock=time))
+            rounds.append(
+                LocalRounds(
+                    module,
+                    workers.names,
+                    engine,
+                    end,
+                    self.plan,
+                    present=partial(self._entered, engine.worker),
+                    clock=clock.of(engine.worker),
+                )
+            )
         self._keep(rounds)
         if self._replay is not None:
             self._replay.begin(rounds, self.engines, exchanges, self._its_optimizers)

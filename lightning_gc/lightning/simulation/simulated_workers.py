@@ -422,10 +422,10 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     def _own_states(self) -> tuple[OwnValues, OwnValues]:
         """Return what each process has of its own, and what each worker's optimizers have."""
         self._held, self._samplers, self._frozen = [], [], {}
-        says = (self._say_large, self._say_joint)
+        own = partial(OwnValues, too_large=self._say_large, joint=self._say_joint)
         return (
-            OwnValues(self._processes, self._holders, self._say_differing, *says),
-            OwnValues(self.workers, self._optimizers_held, self._differing_settings, *says),
+            own(self._processes, self._holders, self._say_differing),
+            own(self.workers, self._optimizers_held, self._differing_settings),
         )
 
     def _scope(self) -> Scope:
