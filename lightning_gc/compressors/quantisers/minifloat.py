@@ -163,6 +163,7 @@ class Minifloat(BlockwiseCodes):
         if self.scaling == "e4m3":
             return nearest(largest * (2**places / most), *_E4M3)
         above = places - most.bit_length() + 1  # minus the exponent of the largest number
+        # As an exponent of float32, 0 is for zero and subnormal numbers, 255 for infinity and NaN.
         return ((largest.view(torch.int32) >> _MANTISSA) + above).clamp_(1, 254).to(torch.uint8)
 
     def _scales(self, sent: Tensor) -> Tensor:

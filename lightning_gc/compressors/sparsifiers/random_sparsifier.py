@@ -233,6 +233,7 @@ def _on_host(numel: int, k: int, generator: torch.Generator) -> Tensor:
     if k > _SPARSE * numel:
         return torch.randperm(numel, generator=generator, device="cpu")[:k]
     expected = -numel * math.log1p(-k / numel)  # draws until k differ, on average
+    # So many that fewer than k different positions are rare; then all are drawn again.
     draws = int(expected + 6 * math.sqrt(expected)) + 8
     while True:
         drawn = torch.randint(numel, (draws,), generator=generator, device="cpu")
