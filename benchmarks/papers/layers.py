@@ -200,6 +200,19 @@ def _dots(ax: Axes, groups: list[list[Row]], how: str, colour: str, label: str) 
 
 
 if __name__ == "__main__":
-    parts = ("layers", ABOUT, cells, train, page, claims, draw)
     free = frozenset({"words", "digits"})
-    sys.exit(frame.main(Experiment(*parts, data="an .npz file of CIFAR-10", free=free)))
+    sys.exit(
+        frame.main(
+            Experiment(
+                "layers",
+                ABOUT,
+                cells,
+                train,
+                page,
+                claims,
+                draw,
+                data="an .npz file of CIFAR-10",
+                free=free,
+            )
+        )
+    )
