@@ -112,7 +112,7 @@ class DQSGD(Controller):
         return Decision(new["level"], reason=reason, figures={"exact_bits": exact}), new
 
     def _bits(self, epoch: int, norm: float) -> float:
-        """Return the bits, sign included, of an epoch whose gradient has this share of ‖g_0‖."""
+        """Return the bits, sign included, of an epoch with a gradient of this share of ‖g_0‖."""
         most = 2.0**64  # where a long run's weight would leave float64
         growth = min(math.exp(min(-epoch / 2 * math.log(self.alpha), 44.0)) * norm, most)
         return math.log2(1 + (2 ** (self.bits - 1) - 1) * growth) + 1

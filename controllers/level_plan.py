@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .base import Curve, Level, Point
 
 
-class Totals(NamedTuple):
+class PlanCost(NamedTuple):
     """A plan's error and bytes, by the curves.
 
     Attributes:
@@ -54,7 +54,7 @@ def at(curve: Curve, level: float) -> Point:
 
 def totals(
     curves: Mapping[str, Curve], plan: Mapping[str, Level], default: float, relative: bool
-) -> Totals:
+) -> PlanCost:
     """Return error and bytes of a plan; parameters that are not in it have the default."""
     error = nbytes = 0.0
     for name, curve in curves.items():
@@ -62,7 +62,7 @@ def totals(
         point = at(curve, default if level is None else level)
         error += squared(curve, point, relative)
         nbytes += point.nbytes
-    return Totals(error, nbytes)
+    return PlanCost(error, nbytes)
 
 
 def replaced(

@@ -46,7 +46,6 @@ if _TYPE_CHECKING:
     from lightning_gc.local_steps import GrowingRounds as GrowingRounds
     from lightning_gc.local_steps import InnerMoments as InnerMoments
     from lightning_gc.local_steps import OuterSGD as OuterSGD
-    from lightning_gc.local_steps import RadialDirectional as RadialDirectional
     from lightning_gc.local_steps import Unequal as Unequal
     from lightning_gc.local_steps.roll import Roll as Roll
     from lightning_gc.memories import *
@@ -68,7 +67,6 @@ _SINGLE = {
     "LocalSteps": "attachment.plain_torch_local_steps",
     "NetworkModel": "transports.network_model",
     "OuterSGD": "local_steps",
-    "RadialDirectional": "local_steps",
     "Roll": "local_steps.roll",
     "Together": "together",
     "Unequal": "local_steps",
@@ -128,7 +126,7 @@ _ELSEWHERE = {
     "CompressedGradients": f"{__name__}.huggingface.CompressedGradients",
     "CompressedRayStrategy": f"{__name__}.lightning.for_ray.CompressedRayStrategy",
 }
-"""The same of names whose modules need packages that are not asked for."""
+"""The same of names in modules that need packages which are not asked for."""
 _for_authors: dict[str, str] = {}
 """``{name: dotted path}`` of base classes and declarations."""
 

@@ -300,7 +300,7 @@ def _counts(header: dict[str, Any], *names: str) -> list[int]:
 
 
 def _can_be(sizes: Sequence[int]) -> bool:
-    """Whether torch can make such a tensor, whose strides are products of what is not 0."""
+    """Whether torch can make such a tensor: its strides are products of what is not 0."""
     return len(sizes) <= 64 and math.prod(max(size, 1) for size in sizes) < 1 << 62
 
 

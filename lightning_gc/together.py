@@ -33,7 +33,7 @@ class Together(Optimizer):
 
     Args:
         optimizers: the parts, with different parameters. Keep their order for checkpoints: two of
-            one class whose parameters have equal shapes cannot be distinguished.
+            one class with parameters of equal shapes cannot be distinguished.
 
     Raises:
         ValueError: no optimizer, a parameter in two parts, a part that needs a closure

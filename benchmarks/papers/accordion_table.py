@@ -165,5 +165,10 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 if __name__ == "__main__":
     data = "CIFAR-10 as an .npz, as examples/vision.py reads it"
-    parts = (ABOUT, cells, train, page, claims, draw)
-    sys.exit(frame.main(Experiment("accordion_table", *parts, data=data, before=before)))
+    sys.exit(
+        frame.main(
+            Experiment(
+                "accordion_table", ABOUT, cells, train, page, claims, draw, data=data, before=before
+            )
+        )
+    )

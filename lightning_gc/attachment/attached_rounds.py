@@ -17,7 +17,6 @@ from lightning_gc.exchange.peers import Peers, ShardParts, on_all_ranks, take_ov
 from lightning_gc.exchange.synchronizer import Synchronizer, leave
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.exchange.workers import Configuration
-from lightning_gc.local_steps import RadialDirectional
 from lightning_gc.local_steps.elastic import ElasticExchange, ElasticState
 from lightning_gc.local_steps.local_rounds import Exchanger, LocalRounds, finished, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_shards
@@ -176,11 +175,6 @@ class Shards:
                 f"out, or use LocalStepsStrategy(island={self.size}, elastic=...) with complete "
                 f"models."
             )
-        if isinstance(plan.outer, RadialDirectional):
-            raise ValueError(
-                f"{plan.owner}(island={self.size}, outer={plan.outer}): it averages norms of "
-                f"complete tensors, and a rank has shards; use outer={plan.outer.sgd!r}."
-            )
         if given.scaler is not None and given.scaler.is_enabled():
             raise ValueError(
                 f"{plan.owner}(island={self.size}, scaler=...): a model in shards reduces "
@@ -268,11 +262,9 @@ def refuse_members(plan: RoundPlan, elastic: Any, given: Given) -> None:
     if plan.moments is not None:
         why = "a worker that joins begins without moments; leave moments out"
         refuse("moments", repr(plan.moments), why)
-    twice = "an elastic round that is repeated would scale distances twice"
     if plan.unequal is not None:
-        refuse("unequal", repr(plan.unequal), f"{twice}; leave unequal out")
-    if isinstance(plan.outer, RadialDirectional):
-        refuse("outer", plan.outer, f"{twice}; use outer={plan.outer.sgd!r}")
+        why = "an elastic round that is repeated would scale distances twice; leave unequal out"
+        refuse("unequal", repr(plan.unequal), why)
     if given.controller is not None:
         refuse(
             "controller",

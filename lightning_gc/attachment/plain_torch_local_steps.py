@@ -42,7 +42,6 @@ from lightning_gc.local_steps.local_rounds import (
     LocalRounds,
     ModuleState,
     OwnState,
-    embeddings,
     in_rounds,
     keep,
 )
@@ -518,7 +517,10 @@ class OutsideChanges:
 
     def __init__(self, owner: str, module: nn.Module, rounds: LocalRounds) -> None:
         self._owner, self._rounds = owner, rounds
-        self._bounded = embeddings(module, rounds.names, bounded=True)
+        tables = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+        clipped = [table.weight for table in tables if table.max_norm is not None]
+        # Forward passes change these weights.
+        self._bounded = {rounds.names[weight] for weight in clipped if weight in rounds.names}
         self.forget()
 
     def forget(self) -> None:

@@ -13,7 +13,7 @@ from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
     MODULE,
     CheckpointParts,
-    Layout,
+    SavedDict,
     WorkerState,
 )
 from lightning_gc.control.control_loop import CONTROL_STATE
@@ -34,7 +34,7 @@ from lightning_gc.core.saved_state import LEVEL, Tree, checksum, each_tensor, wi
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.levels import RequestedLevels
 
-_STATE = Layout(
+_STATE = SavedDict(
     {
         "run": TEXT,
         "worker": WHOLE,

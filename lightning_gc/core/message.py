@@ -113,7 +113,7 @@ class Message:
 
 
 class Packed(tuple[Tensor, ...]):
-    """A payload whose tensors are views of the message in which it is sent.
+    """A payload of tensors that are views of the message in which it is sent.
 
     The message may have room for tensors of others, such as the guard's flag. They are not in the
     payload before ``more`` adds them.
@@ -182,7 +182,7 @@ def reserve(
     *,
     sealed: tuple[int, ...] | None = None,
 ) -> Packed:
-    """Return a complete payload whose contents are not written yet.
+    """Return a complete payload with contents that are not written yet.
 
     Args:
         fields: dtype and length of each tensor.

@@ -213,7 +213,7 @@ def refuse_own_gradients(
 
     Args:
         optimizer: its step comes next, and nothing was exchanged since the last one.
-        names: parameter -> name, of those whose gradients should have been exchanged.
+        names: parameter -> name, of those with gradients that should have been exchanged.
         cause: returns why, as far as it is known, and what to do.
     """
     for group in optimizer.param_groups:
@@ -281,7 +281,7 @@ def in_short(names: Sequence[str], most: int = 6) -> str:
 
 
 def refuse_complex_parameters(names: Mapping[Tensor, str], compressor: Compressor) -> None:
-    """Raise ValueError for complex parameters, whose gradients are exchanged as pairs of floats."""
+    """Raise ValueError for complex parameters: their gradients are exchanged as pairs of floats."""
     found = [name for param, name in names.items() if param.is_complex()]
     if found and not compressor.traits.exact:
         raise ValueError(
@@ -325,7 +325,7 @@ def refuse_unsynchronised(
 
 
 def refuse_static_accumulation(ddp: DistributedDataParallel) -> None:
-    """Raise ValueError for a forward pass whose backward pass ends in torch's INTERNAL ASSERT.
+    """Raise ValueError for a forward pass if its backward pass ends in torch's INTERNAL ASSERT.
 
     With ``static_graph=True`` torch from 2.1 on ends the first backward pass of all as if it were
     synchronised, which under ``no_sync`` it is not (pytorch pull request 187732).

@@ -137,7 +137,7 @@ def _of_compressor(compressor: Compressor | str, name: str, value: Any) -> str:
 def changed(
     strategy: type, given: Mapping[str, Any], *takes_the_rest: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Return the arguments whose value differs from the default: LightningCLI gives them all.
+    """Return the arguments with another value than the default: LightningCLI gives them all.
 
     Args:
         strategy: as for ``refuse_unknown``, like the next two; its own defaults come first.

@@ -94,7 +94,7 @@ class Resuming(StrategyAPI):
 class Lookahead:
     """Moves weights by a share of a worker's error, and restores them bit for bit.
 
-    Through ``.data``, whose changes autograd does not notice: the caller must not restore weights
+    Through ``.data``: autograd does not notice its changes, so the caller must not restore weights
     between forward and backward pass.
 
     Args:
@@ -392,11 +392,11 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         super().teardown()
 
     def _rests(self) -> bool:
-        """Return whether the worker whose batch is running skips it."""
+        """Return whether the running worker skips its batch."""
         return False
 
     def _active_engine(self) -> Engine:
-        """Return the engine of the worker whose batch is running."""
+        """Return the engine of the running worker."""
         return self.engines[0]
 
     def _scaler(self) -> Any:

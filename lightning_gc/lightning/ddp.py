@@ -25,7 +25,7 @@ from lightning_gc.transports.distributed import Distributed
 
 
 class CompressedDDP(RealWorker):
-    """DDP whose workers exchange compressed gradients.
+    """DDP that exchanges compressed gradients.
 
     Use it as ``Trainer(strategy=CompressedDDPStrategy(TopK(density=0.01)))``; the LightningModule
     need not change. Works on CPU over Gloo and on CUDA over NCCL, with every launcher and all other
@@ -53,7 +53,7 @@ class CompressedDDP(RealWorker):
         min_numel: tensors with fewer elements, and 1-D tensors, are sent uncompressed. 0 compresses
             every tensor, also 1-D ones. ``PerParameter(compressor)`` compresses every tensor too,
             and ``SizeSwitch(compressor, ...)`` has its own limits: with either, only the default is
-            allowed. So it is with ``Identity``, ``Cast`` and compressors whose workers vote, such
+            allowed. So it is with ``Identity``, ``Cast`` and compressors with a vote, such
             as ``SignSGD``, which compress every tensor.
         ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
             ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ... Without

@@ -42,7 +42,7 @@ from lightning_gc.transports.distributed import Distributed
 
 
 class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, metaclass=CheckedCalls):
-    """DDP of Lightning's Fabric, whose workers exchange compressed gradients.
+    """DDP of Lightning's Fabric that exchanges compressed gradients.
 
     Use it as ``Fabric(strategy=CompressedFabricStrategy(TopK(density=0.01)))``, or by name:
     ``Fabric(strategy="compressed_ddp_topk")``; the loop need not change. Every module that

@@ -38,7 +38,7 @@ _OWNER = "CompressedFSDPStrategy"
 
 
 class CompressedFSDP(ShardedStrategy):
-    """FSDP whose ranks send each other compressed gradients, compressed weights, or both.
+    """FSDP that exchanges compressed gradients, compressed weights, or both.
 
     The model is sharded by FSDP2 over W ranks: all, or with ``tensor_parallel_size`` T those that
     have the same part of each layer. Where FSDP2 would reduce-scatter the gradient of
@@ -61,7 +61,7 @@ class CompressedFSDP(ShardedStrategy):
             uncompressed, by FSDP2 itself. 1-D weights and those under ``min_numel`` are gathered
             exactly: biases, norms and small embeddings.
         controller: chooses levels of ``gradients``, as for ``CompressedHSDPStrategy``.
-        weights_controller: chooses levels of ``weights``, between epochs: ``Schedule``, ``BySize``,
+        weights_controller: chooses levels of ``weights``, between epochs: ``Schedule``,
             ``Plan`` or ``DynamicBitWidth``. It needs a quantiser with a level, such as
             ``weights=Uniform(8, block_size=64)``. None: weights keep their level.
         memory: error feedback in 8 bits, ``NarrowResidual("int8")``, at the price of 1.03 bytes per

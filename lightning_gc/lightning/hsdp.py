@@ -31,7 +31,7 @@ _OWNER = "CompressedHSDPStrategy"
 
 
 class CompressedHSDP(ShardedStrategy):
-    """HSDP whose replicas exchange compressed gradients.
+    """HSDP that exchanges compressed gradients between replicas.
 
     The model is sharded by FSDP2 over the S ranks of a node, and each of R nodes has a replica of
     it. A backward pass reduces gradients within the node, dense; then each rank exchanges its shard

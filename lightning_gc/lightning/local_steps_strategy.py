@@ -185,7 +185,7 @@ class LocalHooks(CompressedStrategy):
             )
 
     def _active_rounds(self) -> LocalRounds:
-        """Return the rounds of the worker whose batch is running."""
+        """Return the rounds of the worker that runs its batch."""
         return self._all_rounds[0]
 
     def _rests(self) -> bool:
@@ -212,7 +212,7 @@ class LocalHooks(CompressedStrategy):
     def _own_step(
         self, rounds: LocalRounds, optimizer: Any, closure: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Make a worker's own step; refuse an optimizer whose first one needs other workers."""
+        """Make a worker's own step; refuse an optimizer that needs others for its first one."""
         if rounds.rests:
             closure()  # skips its batch, and tells Lightning that it has run
             return None
@@ -421,7 +421,7 @@ def warn_of_unlike_rates(trainer: Any, schedulers: Iterable[Any]) -> None:
 
 
 class LocalSteps(LocalHooks, RealWorker):
-    """Data-parallel training whose workers exchange compressed weights every H steps.
+    """Data-parallel training that exchanges compressed weights every H steps.
 
     Use it as ``Trainer(strategy=LocalStepsStrategy(QSGD(bits=4), every=32))``; the LightningModule
     need not change. Each worker makes H optimizer steps with its own gradients. Then its distance
@@ -472,23 +472,23 @@ class LocalSteps(LocalHooks, RealWorker):
         2.6 broadcasts before each batch whether worker 0 has got SIGTERM; here, once a round.
 
     Raises:
-        ValueError: what ``CompressedDDPStrategy`` refuses; a compressor whose workers vote, a
+        ValueError: what ``CompressedDDPStrategy`` refuses; a compressor with a vote, a
             memory that reads learning rates or weights, momentum both in memory and ``outer``, a
             controller that computes with gradients, arguments for a DDP wrapper; at fit start,
             manual optimization, ``SyncBatchNorm``, callbacks that average weights or prune,
             ``ZeroRedundancyOptimizer``, an optimizer with a process group, a schedule-free one, a
             number of processes that N does not divide; a module in shards without an ``island``,
-            or with ``elastic``, ``RadialDirectional``, a loss scaler or another ``state`` than
+            or with ``elastic``, a loss scaler or another ``state`` than
             ``"full"``; in the first step, any optimizer that communicates.
         RuntimeError: after ten lost rounds in a row; a parameter that was unfrozen, added,
             replaced or cast after the fit began; a step of its weights that the Trainer does not
             make, or by another optimizer.
 
     Warns:
-        UserWarning: a round whose result is not finite: its steps are lost on all workers, errors
-            are as before. A sparsifier with fewer rounds than 1/density; a run without a round;
-            ``every`` steps without a gradient; a plateau scheduler whose
-            metric differs between workers.
+        UserWarning: a round with a result that is not finite: its steps are lost on all workers,
+            errors are as before. A sparsifier with fewer rounds than 1/density; a run without a
+            round; ``every`` steps without a gradient; a plateau scheduler with a metric that
+            differs between workers.
 
     Example:
         >>> from lightning_gc import LocalStepsStrategy, TopK
@@ -722,7 +722,7 @@ class WholeModule:
         return own(optimizer)
 
     def with_optimizers(self, checkpoint: Any) -> Any:
-        """Return a checkpoint whose optimizers' states Lightning can load."""
+        """Return a checkpoint with states of optimizers that Lightning can load."""
         return checkpoint
 
     def warn_of_new_optimizers(self) -> None:

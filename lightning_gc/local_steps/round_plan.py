@@ -16,7 +16,7 @@ from lightning_gc.controllers import Budget, Controller
 from lightning_gc.core.settings import Settings
 from lightning_gc.exchange.validation import make_controller
 from lightning_gc.local_steps.inner_moments import InnerMoments
-from lightning_gc.local_steps.outer_step import Outer, OuterSGD, RadialDirectional
+from lightning_gc.local_steps.outer_step import OuterSGD
 from lightning_gc.local_steps.rendezvous import check_secret, host_and_port, is_host
 from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.memories import Memory
@@ -205,7 +205,6 @@ class RoundPlan:
             falls. ``Budget(share)``, of ``lightning_gc.controllers``: H is chosen so that exchanges
             take at most that share of the time.
         outer: the step of the common weights; the default averages the workers' weights.
-            ``RadialDirectional`` averages norms and directions separately.
         delay: steps of overlap, fewer than between two exchanges. 0: workers wait. Else training
             goes on during the exchange, and its result is taken over so many steps later.
         merge: with a delay, how. ``"rebase"``: the new common weights, plus how far the worker has
@@ -236,7 +235,7 @@ class RoundPlan:
     """
 
     every: int | GrowingRounds | Budget = 32
-    outer: Outer = OuterSGD()  # noqa: RUF009 - frozen
+    outer: OuterSGD = OuterSGD()  # noqa: RUF009 - frozen
     delay: int = 0
     merge: Literal["rebase", "mix"] = "rebase"
     fragments: int = 1
@@ -441,12 +440,6 @@ class RoundPlan:
                     f"{self.owner}(memory={memory}, outer={outer}): the memory has the outer "
                     f"momentum; use outer=OuterSGD(lr={outer.lr!r}), or memory=ErrorFeedback()."
                 ) from None
-        if isinstance(outer, RadialDirectional) and compressor.traits.kind == "sparsifier":
-            raise ValueError(
-                f"{self.owner}({compressor}, outer={outer}): the mean of a few elements would be "
-                f"stretched to the length of all; use a quantiser, such as QSGD(4), or "
-                f"outer=OuterSGD()."
-            )
         if controller is None:
             return
         if controller.needs.errors or controller.needs.scale:

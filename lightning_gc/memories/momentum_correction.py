@@ -32,7 +32,7 @@ class MomentumCorrection(OwnMomentum):
     there too, though others may have sent it.
 
     Use plain SGD without momentum and without weight decay: both are done here, in the right order.
-    Or AdamW with ``betas=(0.0, 0.999)``, whose weight decay is not part of the gradient.
+    Or AdamW with ``betas=(0.0, 0.999)``: its weight decay is not part of the gradient.
     Costs two float32 per parameter and worker, and temporarily two more.
 
     Args:

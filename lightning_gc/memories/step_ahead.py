@@ -23,7 +23,7 @@ class StepAhead(Memory):
     as without compression.
 
     Nothing is lost, as with ``ErrorFeedback``. Costs one float32 per parameter and worker, and
-    a copy of the weights while they are moved. Meant for SGD, whose step is γ times what is sent.
+    a copy of the weights while they are moved. Meant for SGD: its step is γ times what is sent.
     Errors are in units of the gradient: right after a change of γ the weights move by the new γ
     times an error that arose at the old one.
 

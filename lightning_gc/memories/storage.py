@@ -117,6 +117,7 @@ class Int8Blocks(Storage):
 
     def _exponents(self, blocks: Tensor) -> Tensor:
         largest = blocks.abs().amax(dim=1)  # (b,)
+        # The largest element is from 64 to below 128 steps: 7 bits, and one for the sign.
         exponents = (largest.view(torch.int32) >> _FRACTION) - _EXPONENT_BIAS - 6
         exponents.clamp_(-126, 121)
         exponents += largest > 127 * _power(exponents)

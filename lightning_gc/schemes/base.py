@@ -32,7 +32,7 @@ class Scheme(Settings, abc.ABC):
         scatters: each worker gets its own shard of each parameter's mean, as with FSDP, and what is
             sent dense goes through ``dense`` too.
         waits: how often the scheme itself makes the host wait for an accelerator, for each bucket;
-            besides, every message whose lengths vary does so once.
+            besides, every message of varying length does so once.
     """
 
     averages: bool = False
@@ -142,7 +142,7 @@ def toward(
 def book(buffer: Tensor, start: int, error: Tensor, times: int) -> None:
     """Add an encoding's error to the worker's own, so many times, from ``start`` on.
 
-    An element whose sum leaves float32 becomes zero, as the engine does with kept errors.
+    An element with a sum beyond float32 becomes zero, as the engine does with kept errors.
     """
     mine = buffer[start : start + error.numel()]
     # NaN and overflow from other workers are in the payload, and are added to no error.

@@ -250,7 +250,7 @@ def tensor_group_of(units: Sequence[Unit]) -> dist.ProcessGroup | None:
 
 
 def check_tensor_parallel(owner: str, ranks: Any, compressor: Compressor) -> None:
-    """Raise ValueError unless so many ranks can share tensors whose gradients it compresses."""
+    """Raise ValueError unless so many ranks can share tensors with gradients that it compresses."""
     if type(ranks) is not int or ranks < 1:
         raise ValueError(
             f"{owner}(tensor_parallel_size={ranks!r}): give the number of ranks that have each "
@@ -342,7 +342,7 @@ def refuse_curves(owner: str, controller: Controller | None) -> None:
     if controller is not None and controller.needs.curves:
         raise ValueError(
             f"{owner}: {type(controller).__name__} compresses full gradients to see what each "
-            f"level costs, and a rank has shards of them; use BySize, Plan, or Accordion."
+            f"level costs, and a rank has shards of them; use Plan or Accordion."
         )
 
 

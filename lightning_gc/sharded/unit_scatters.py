@@ -119,8 +119,10 @@ class ReduceScatter(Scheme):
         flows = []
         for name, span in spans:
             part = bucket.part(name, span.start, span.stop)
-            given = codec, part, buffer[span], out[span]
-            flows.append(_scattered(*given) if near == 1 else _in_two_hops(*given, near))
+            if near == 1:
+                flows.append(_scattered(codec, part, buffer[span], out[span]))
+            else:
+                flows.append(_in_two_hops(codec, part, buffer[span], out[span], near))
         yield from together(flows, bucket.workers)
 
     def dense(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
@@ -286,7 +288,7 @@ class UnitScatter:
     """One unit's reduce-scatter: what torch calls a ``ReduceScatter``.
 
     Args:
-        unit: whose gradients these are.
+        unit: these are its gradients.
         names: sharded parameter -> name, of all that are trained.
         exchange: given the flat gradient ``(numel,)``, parameter after parameter, shapes by name
             and a process group, replaces this rank's shards in it by their means.

@@ -104,7 +104,7 @@ def with_weights(
     if weights_controller.needs != Needs():
         raise ValueError(
             f"{said}: it measures gradients, their errors or their messages, which do not describe "
-            f"weights. Use Schedule, BySize, Plan or DynamicBitWidth."
+            f"weights. Use Schedule, Plan or DynamicBitWidth."
         )
     if controller is not None and controller.needs.trace:
         raise ValueError(

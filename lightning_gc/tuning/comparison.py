@@ -324,9 +324,14 @@ class Progress(rich.progress.Progress):
     """Shows events of ``tune``: one line per run, and in a terminal a bar for the whole."""
 
     def __init__(self) -> None:
-        bar = rich.progress.TextColumn("{task.description}"), rich.progress.BarColumn()
         console = rich.console.Console()
-        super().__init__(*bar, console=console, transient=True, disable=not console.is_terminal)
+        super().__init__(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
         self._bar: rich.progress.TaskID | None = None
 
     def show(self, event: Event) -> None:

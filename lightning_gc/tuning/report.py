@@ -24,9 +24,9 @@ from lightning_gc.tuning.final_runs import RETURNED
 from lightning_gc.tuning.journal import open_storage
 from lightning_gc.tuning.tables import (
     TOP,
+    ReportTable,
     Row,
     Studies,
-    Table,
     is_log,
     rules_of,
     sizes_of,
@@ -117,7 +117,7 @@ class Section:
 
     title: str
     text: str
-    table: Table | None = None
+    table: ReportTable | None = None
     plot: str | None = None
 
 
@@ -216,7 +216,7 @@ def results_text(studies: Studies, width: int) -> str:
     return "\n".join([f"{table}\n{better}", *findings(studies, found["results"])])
 
 
-def findings(studies: Studies, results: Table) -> list[str]:
+def findings(studies: Studies, results: ReportTable) -> list[str]:
     """Return a sentence for each compressed method: its result compared with dense's, its bytes.
 
     A difference is "more than the spread" if it exceeds ``sqrt(s² + d²)``, for the standard
@@ -242,7 +242,7 @@ def findings(studies: Studies, results: Table) -> list[str]:
 
 
 def _better_dense(rows: Mapping[str, Row], sign: int) -> str:
-    """Return with whose hyper-parameters dense training is best, if not with its own; or ""."""
+    """Return the method with dense training's best hyper-parameters, if not dense; or ""."""
     dense = rows.get(DENSE, {})
     own, best = _figures(dense, "test"), ""
     least = own
@@ -352,12 +352,12 @@ def file_name(name: str) -> str:
 
 
 def _sections(
-    found: dict[str, Table],
+    found: dict[str, ReportTable],
     drawn: dict[str, bytes],
     sizes: tuple[str, str],
     slower: float | None,
 ) -> list[Section]:
-    def section(name: str, table: Table | None = None, plot: str | None = None) -> Section:
+    def section(name: str, table: ReportTable | None = None, plot: str | None = None) -> Section:
         parameter = name.removeprefix("tuned_")
         title, text = _SECTIONS[name if name in _SECTIONS else "tuned"]
         return Section(title.format(parameter), text, table, plot)
@@ -377,7 +377,7 @@ def _seconds(slower: float | None) -> Section:
     return Section(title, text.format(times if slower is not None and slower >= BUSY else ""))
 
 
-def _summary(results: Table, sizes: tuple[str, str]) -> Table:
+def _summary(results: ReportTable, sizes: tuple[str, str]) -> ReportTable:
     """Return the results in as few columns as fit a page."""
     rows = tuple(
         {
@@ -392,7 +392,7 @@ def _summary(results: Table, sizes: tuple[str, str]) -> Table:
         }
         for row in results.rows
     )
-    return Table(tuple(rows[0]), rows)
+    return ReportTable(tuple(rows[0]), rows)
 
 
 def _with_spread(row: dict[str, Any], column: str) -> str:
@@ -455,7 +455,7 @@ def _page(
     )
 
 
-def _cells(table: Table) -> list[list[str]]:
+def _cells(table: ReportTable) -> list[list[str]]:
     return [[_cell(row.get(column)) for column in table.columns] for row in table.rows]
 
 
@@ -467,7 +467,7 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def plots(studies: Studies, tables: dict[str, Table]) -> dict[str, bytes]:
+def plots(studies: Studies, tables: dict[str, ReportTable]) -> dict[str, bytes]:
     """Return ``{name: SVG}``; a plot that would be empty is left out."""
     metric = rules_of(studies)["metric"]
     found: dict[str, bytes] = {}

@@ -40,7 +40,7 @@ EXPORTED = """
 COMPRESSORS MEMORIES SCHEMES
 CompressedDDPStrategy CompressedFSDPStrategy CompressedFabricStrategy CompressedHSDPStrategy
 CompressionMonitor Elastic GrowingRounds InnerMoments LocalSteps LocalStepsStrategy NetworkModel
-OuterSGD RadialDirectional Roll SimulatedDDPStrategy SimulatedLocalStepsStrategy Together Unequal
+OuterSGD Roll SimulatedDDPStrategy SimulatedLocalStepsStrategy Together Unequal
 WeightDifferences
 Sender advise attach pack unpack
 Induced Menu PerParameter Quantised SizeSwitch

@@ -153,7 +153,7 @@ class Matrices(JointCollective):
         # Thin factors are stacked, and what is done to them is done to all at once. Matrices are
         # not: a copy of them takes longer, from 128 columns on, than a product for each.
         before = orthonormal(_stacked(columns))  # (g, m, r)
-        # Thin factors whose columns lie together: on the host products take a fifth of the time.
+        # The columns of thin factors lie together: on the host products take a fifth of the time.
         p = _stacked(list(map(torch.mm, matrices, before.mT.contiguous().mT)))  # (g, n, r)
         (p,) = yield Mean((p,))
         p = self.codec.basis(p)
@@ -211,7 +211,7 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Return orthonormal bases whose spans hold those of ``(..., n, r)`` columns, zeros included.
+    """Return orthonormal bases that span all of ``(..., n, r)`` columns, zeros included.
 
     Columns are scaled first: 1e38 squared is not finite, and 1e-40 squared is zero.
     """

@@ -21,8 +21,8 @@ class GradZip(LowRank):
     mean. Either factor minimises ``‖M − P·Qᵀ‖² + λ·(‖P‖² + ‖Q‖²)`` while the other is fixed:
     ``P = M·Q·(QᵀQ + λI)⁻¹`` with Q of the step before, ``Q = Mᵀ·P·(PᵀP + λI)⁻¹``, and
     ``C = P·Qᵀ``. Only the means of M_i·Q and of M_iᵀ·P are needed, so the bytes do not grow with W.
-    All workers solve the same fits and apply C; worker i keeps ``M_i − C``, whose mean over workers
-    is the error of C.
+    All workers solve the same fits and apply C; worker i keeps ``M_i − C``, and its mean over
+    workers is the error of C.
 
     Without λ this is the projection of M on the span of M·Q, which ``PowerSGD`` computes by a QR
     decomposition. Here P is only scaled, and a rank x rank system is solved, which is cheaper; λ

@@ -1,4 +1,4 @@
-"""SVDThreshold: send the singular triplets whose values reach a threshold."""
+"""SVDThreshold: send the singular triplets with values of at least a threshold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SVDThreshold(SingularTriplets):
     """Send the singular triplets with ``σ_i ≥ λ``, however many; keep the others as the error.
 
     With ``M = Σ σ_i·u_i·v_iᵀ``: ``C = Σ_{σ_i ≥ λ} σ_i·u_i·v_iᵀ``. The counterpart of
-    ``HardThreshold`` among low-rank methods: an *absolute* compressor, whose error does not grow
+    ``HardThreshold`` among low-rank methods: an *absolute* compressor: its error does not grow
     with the gradient, where a fixed rank has an error relative to it. One λ for the whole model;
     the rank of each matrix follows, and falls as gradients do.
 

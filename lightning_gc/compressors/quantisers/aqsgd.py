@@ -1,4 +1,4 @@
-"""AQSGD: QSGD whose levels are moved to where they make the variance least."""
+"""AQSGD: QSGD with levels moved to where they make the variance least."""
 
 from __future__ import annotations
 
@@ -157,6 +157,8 @@ def fitted(shares: Tensor, most: int) -> Tensor:
         first = torch.searchsorted(values, a, right=True)
         stop = torch.searchsorted(values, c)
         between = (stop - first).clamp_min(0)
+        # Without the level between a and c, so many of these elements would be rounded down to a.
+        # At the best level, as many elements lie below it.
         below = (c * between - (sums[stop] - sums[first])) / (c - a).clamp_min(1e-30)
         at = first + below.round().long().clamp_min(1) - 1
         at = torch.minimum(at, stop - 1).clamp_(0, len(values) - 1)

@@ -30,7 +30,7 @@ def number(code: int, mantissa: int) -> int:
     """Return the number of a code without its sign, in units of the smallest number above zero.
 
     Example:
-        >>> [number(code, mantissa=1) for code in range(8)]  # E2M1, whose unit is 1/2
+        >>> [number(code, mantissa=1) for code in range(8)]  # E2M1: its unit is 1/2
         [0, 1, 2, 3, 4, 6, 8, 12]
     """
     places = max(0, (code >> mantissa) - 1)
@@ -163,6 +163,7 @@ class Minifloat(BlockwiseCodes):
         if self.scaling == "e4m3":
             return nearest(largest * (2**places / most), *_E4M3)
         above = places - most.bit_length() + 1  # minus the exponent of the largest number
+        # As an exponent of float32, 0 is for zero and subnormal numbers, 255 for infinity and NaN.
         return ((largest.view(torch.int32) >> _MANTISSA) + above).clamp_(1, 254).to(torch.uint8)
 
     def _scales(self, sent: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ def _pareto(excess: _Excess, share: float) -> Tensor:
     mean = excess.mean(excess.values)
     variance = excess.mean((excess.values - mean).square())
     ratio = mean.square() / variance  # infinite where all are equal
+    # By moments. ``shape`` is −ξ of the generalised Pareto distribution.
     scale, shape = mean * (ratio + 1) / 2, (ratio - 1) / 2
     quantile = -scale * torch.expm1(shape * math.log(share)) / shape
     plain = _exponential(excess, share)  # its limit for shape 0
@@ -119,6 +120,8 @@ def _pareto(excess: _Excess, share: float) -> Tensor:
 def _gamma(excess: _Excess, share: float) -> Tensor:
     mean = excess.mean(excess.values)
     s = (mean.log() - excess.mean(excess.values.log())).clamp_min(1e-6)
+    # The closed form is within 1.5 % of the shape of greatest likelihood.
     alpha = (3 - s + ((s - 3).square() + 24 * s).sqrt()) / (12 * s)
+    # The paper's formula for the quantile. It is exact if alpha is 1.
     quantile = -mean / alpha * (math.log(share) + torch.lgamma(alpha))
     return quantile.clamp_min(0)

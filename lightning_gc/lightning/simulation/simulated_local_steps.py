@@ -194,10 +194,17 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self._buffers = [WorkerBuffers(module, self.island) for _ in range(self.workers)]
         rounds = []
         for engine, end in zip(self.engines, exchanges.of, strict=True):
-            present = partial(self._entered, engine.worker)
-            each = (module, workers.names, engine, end, self.plan, present)
-            time = clock.of(engine.worker)
-            rounds.append(LocalRounds(*each, clock=time))
+            rounds.append(
+                LocalRounds(
+                    module,
+                    workers.names,
+                    engine,
+                    end,
+                    self.plan,
+                    present=partial(self._entered, engine.worker),
+                    clock=clock.of(engine.worker),
+                )
+            )
         self._keep(rounds)
         if self._replay is not None:
             self._replay.begin(rounds, self.engines, exchanges, self._its_optimizers)
@@ -265,7 +272,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         )
 
     def _begin_step(self) -> None:
-        self._replicas.enter(0)  # whose gradients Lightning sets to zero
+        self._replicas.enter(0)  # Lightning sets its gradients to zero
         self._replicas.forget_gradients()
         if self._replay is not None:
             self._replay.begin_step()
@@ -380,7 +387,7 @@ class Nest:
 
 
 class _Once:
-    """Closure of an optimizer whose micro-batches have been run; a second call is an error."""
+    """Closure of an optimizer after its micro-batches have been run; a second call is an error."""
 
     def __init__(self, result: Any) -> None:
         self.result, self.called = result, False
@@ -460,7 +467,7 @@ class Exchanges(Single):
             self.ledger.transport.sent_bytes[self.of.index(end)] += sent
 
 
-class Sent:
+class SimulatedMessage:
     """A message of one worker, and the result that it waits for."""
 
     def __init__(self, flow: Flow, result: Tensor, shapes: Shapes | None) -> None:
@@ -473,20 +480,20 @@ class End(Single):
 
     def __init__(self, exchanges: Exchanges, engine: Engine) -> None:
         self._exchanges, self.engine = exchanges, engine
-        self.sent: list[Sent] = []
+        self.sent: list[SimulatedMessage] = []
 
     def submit(self, grad: Tensor, shapes: Shapes) -> torch.futures.Future[Tensor]:
         """Send a bucket; its future is complete once every worker has, and one waits."""
         flow = self._exchanges.workers.flow(
             self.engine, grad, shapes, wanted=self.engine.worker == 0
         )
-        return self._send(Sent(flow, grad, shapes))
+        return self._send(SimulatedMessage(flow, grad, shapes))
 
     def run(
         self, make: Callable[[], tuple[Flow, Tensor]], result: Tensor
     ) -> torch.futures.Future[Tensor]:
         """Send by a flow of any other kind."""
-        return self._send(Sent(make()[0], result, None))
+        return self._send(SimulatedMessage(make()[0], result, None))
 
     def landed(self) -> None:
         """Nothing waits for weights to be taken over."""
@@ -498,7 +505,7 @@ class End(Single):
     def check(self) -> None:
         """Nothing runs in the background."""
 
-    def _send(self, sent: Sent) -> torch.futures.Future[Tensor]:
+    def _send(self, sent: SimulatedMessage) -> torch.futures.Future[Tensor]:
         self.sent.append(sent)
         return sent.future
 
@@ -540,7 +547,7 @@ class Replay:
         self._rounds, self._engines = rounds, engines
         self._exchanges, self._optimizers = exchanges, optimizers
         self.present = [self.numbers.index(number) for number in self._roll[0].members]
-        self._heirs: set[int] = set()  # rounds whose errors have been inherited
+        self._heirs: set[int] = set()  # rounds with inherited errors
         self._differs = False
         exchanges.carried = self._compare
 
@@ -574,7 +581,7 @@ class Replay:
         self._exchanges.here = [self._exchanges.of[index] for index in members]
 
     def _compare(self, mean: Tensor) -> None:
-        """Warn of the first round whose result is not the one of the elastic run."""
+        """Warn of the first round with another result than in the elastic run."""
         record = self._roll[self._engines[self.present[0]].step]
         if record.digest and not self._differs and digest_in_words([mean]) != record.digest:
             self._differs = True
@@ -628,7 +635,7 @@ class Replicas:
         optimizers: returns them, once they exist.
 
     Attributes:
-        present: the worker whose weights the module has.
+        present: the worker that has its weights in the module.
     """
 
     def __init__(

@@ -23,10 +23,10 @@ from lightning_gc import (
 from lightning_gc.controllers import (
     Accordion,
     BandwidthAware,
-    BySize,
     Fixed,
     LayerBudget,
     Observation,
+    Plan,
     Schedule,
 )
 from lightning_gc.lightning.for_pytorch_lightning import CompressedFSDPStrategy
@@ -123,12 +123,12 @@ def test_levels_of_weights_lose_little(weights: Any, levels: tuple[int, int]) ->
 
 def test_two_controllers_decide_together() -> None:
     """The weights' sees their sizes, between epochs only."""
-    both = BothKnobs(BySize({10: 4}), BySize({100: 8}))
+    both = BothKnobs(Plan({"a": 4}), Plan({"b": 8}))
     seen = Observation(0, sizes={"a": 10}, weight_sizes={"a": 10, "b": 100}, ended=True)
     decision, state = both.decide(seen, both.init())
     found: Any = decision.level, decision.levels, decision.weights
     assert found == (None, {"a": 4}, (None, {"b": 8}))
-    assert decision.reason.count("By size, 1 of") == 2
+    assert decision.reason.count("As planned, 1 of") == 2
     within, _ = both.decide(Observation(0, sizes={"a": 10}, ended=False), state)
     assert (within.levels, within.weights) == ({"a": 4}, None)
     alone, _ = BothKnobs(None, Fixed(8)).decide(seen, BothKnobs(None, Fixed(8)).init())
