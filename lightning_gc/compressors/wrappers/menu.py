@@ -118,8 +118,9 @@ class Menu(Compressor):
             _check(name, compressor)
         if self.choice is None:
             object.__setattr__(self, "choice", next(iter(given)))
-        object.__setattr__(self, "schemes", tuple(dict(self.schemes).items()))  # hashable
-        for field, name in (("choice", self.choice), *(("schemes", n) for n, _ in self.schemes)):
+        own = dict(self.schemes)
+        object.__setattr__(self, "schemes", tuple(own.items()))  # hashable
+        for field, name in (("choice", self._name), *(("schemes", each) for each in own)):
             if name not in given:
                 raise ValueError(
                     f"Menu({field}={name!r}): this is not on the menu{did_you_mean(name, given)}; "
