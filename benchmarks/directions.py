@@ -55,9 +55,9 @@ def work(repeats: int) -> dict[str, Any]:
     transport, device = Distributed(), torch.device("cpu")
     me, workers = transport.worker, transport.workers
     began = time.perf_counter()
-    links = {kind: fit_with_knee(found) for kind, found in probe(transport, device).items()}
-    ways = directions(transport, device, links["Exchange"].gbps)
-    links = with_directions(links, *(min(each) for each in zip(*ways, strict=True)))
+    fitted = {kind: fit_with_knee(found) for kind, found in probe(transport, device).items()}
+    ways = directions(transport, device, fitted["Exchange"].gbps)
+    links = with_directions(fitted, *(min(each) for each in zip(*ways, strict=True)))
     found: dict[str, Any] = {
         "probing": time.perf_counter() - began,
         "ways": ways,
@@ -168,8 +168,7 @@ def main() -> None:
                 for uneven in (False, True)
             ]
             summary.append([link, *(_worst(each) for each in of_all)])
-    columns = ("", "methods, median and worst error", "uneven requests")
-    table = markdown(columns, summary)
+    table = markdown(("", "methods, median and worst error", "uneven requests"), summary)
     head = (
         f"{dated_page.title('Links that differ by direction')}\n\n"
         f"`python benchmarks/directions.py {' '.join(sys.argv[1:])}`, {os.cpu_count()} CPUs, "

@@ -33,11 +33,10 @@ from lightning_gc.exchange.timeline import Module
 from lightning_gc.exchange.workers import plain_name
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
+from lightning_gc.transports.accounting import Mark, mark, seconds_between
 from lightning_gc.transports.distributed import Distributed, gather_text
 from lightning_gc.transports.link import Link, Links, at_rate, fit_with_knee, with_directions
 from lightning_gc.transports.peer_error import PeerError, awaiting_peers
-
-Mark = float | torch.cuda.Event
 
 
 class ModuleTiming(pl.Callback):
@@ -73,35 +72,36 @@ class ModuleTiming(pl.Callback):
 
     def _noting(self, name: str) -> Callable[[Tensor], None]:
         def note(_: Tensor) -> None:
-            self._ready[name] = self._now()
+            self._ready[name] = mark(self._device)
 
         return note
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Mark the beginning of a batch."""
-        self._started = self._now()
+        self._started = mark(self._device)
 
     def on_before_backward(self, *_: Any) -> None:
         """Mark the end of the forward pass."""
         self._ready = {}
-        self._forward = self._now()
+        self._forward = mark(self._device)
 
     def on_after_backward(self, *_: Any) -> None:
         """Mark the end of the backward pass."""
-        self._backward = self._now()
+        self._backward = mark(self._device)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Mark the end of a batch; at the end of a step, record it."""
-        ended = self._now()
+        ended = mark(self._device)
         if isinstance(ended, torch.cuda.Event):
             torch.cuda.synchronize()
         if trainer.global_step == self._step:
-            self._before += _between(self._started, ended)
+            self._before += seconds_between(self._started, ended)
             return
-        ready = {name: _between(self._forward, mark) for name, mark in self._ready.items()}
-        forward = self._before + _between(self._started, self._forward)
-        parts = (_between(self._forward, self._backward), _between(self._backward, ended))
-        self._steps.append((forward, *parts, ready))
+        ready = {name: seconds_between(self._forward, at) for name, at in self._ready.items()}
+        forward = self._before + seconds_between(self._started, self._forward)
+        backward = seconds_between(self._forward, self._backward)
+        optimizer = seconds_between(self._backward, ended)
+        self._steps.append((forward, backward, optimizer, ready))
         self._step, self._before = trainer.global_step, 0.0
         if self.keep:
             self.gradients = {
@@ -143,21 +143,6 @@ class ModuleTiming(pl.Callback):
             name: (tuple(param.shape), param.numel() * param.element_size())
             for name, param in self._named.items()
         }
-
-    def _now(self) -> Mark:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _between(start: Mark, stop: Mark) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event):
-        return float(start.elapsed_time(stop)) / 1e3
-    assert isinstance(start, float)
-    assert isinstance(stop, float)
-    return stop - start
 
 
 class Busy(pl.Callback):

@@ -6,7 +6,6 @@ bytes from ``shipped_costs.json``, which ``benchmarks/shipped_costs.py`` measure
 
 from __future__ import annotations
 
-import bisect
 import functools
 import json
 import math
@@ -16,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
+
+import numpy as np
 
 from lightning_gc.advice import report
 from lightning_gc.advice.costs import bucket_trace, simulated
@@ -113,13 +114,11 @@ def _between(x: float, grid: Sequence[float], values: Sequence[float], beyond: b
         values: at the grid.
         beyond: keep the first value below the grid, as for seconds; otherwise it is proportional.
     """
-    if x <= grid[0]:
-        return values[0] if beyond else values[0] * x / grid[0]
-    if x >= grid[-1]:
+    if x > grid[-1]:
         return values[-1] * x / grid[-1]
-    high = bisect.bisect_left(grid, x)
-    share = (x - grid[high - 1]) / (grid[high] - grid[high - 1])
-    return values[high - 1] + share * (values[high] - values[high - 1])
+    if x < grid[0] and not beyond:
+        return values[0] * x / grid[0]
+    return float(np.interp(x, grid, values))
 
 
 @dataclass(frozen=True)

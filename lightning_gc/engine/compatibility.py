@@ -72,8 +72,8 @@ def default_scheme(compressor: Compressor) -> Scheme | None:
     if isinstance(compressor, Menu):
         own = dict(compressor.schemes).get(compressor.names[compressor.level - 1])
         if own is not None:
-            scheme: Scheme = make("scheme", own, SCHEMES, Scheme)
-            return scheme
+            found: Scheme = make("scheme", own, SCHEMES, Scheme)
+            return found
         compressor = compressor.chosen
     if isinstance(compressor.method, Collective):
         return None

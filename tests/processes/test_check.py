@@ -166,7 +166,8 @@ class TestByNight:
             (code, page), (other, _) = on_each(spaces, CHECK)
         assert code == other == cli.OK, page
         rate, unit, _ = LINK.search(page).groups()  # type: ignore[union-attr]
-        assert (float(rate), unit) == (pytest.approx(20, rel=0.15), "M")
+        assert unit == "M"
+        assert float(rate) == pytest.approx(20, rel=0.25)  # a port drops what waits too long
 
     def test_a_blocked_port(self) -> None:
         with debian() as spaces:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from lightning_gc.exchange.peers import Peers
 from lightning_gc.transports.accounting import KEPT, Recording
 from lightning_gc.transports.base import Transport
 from lightning_gc.transports.link import messages_sent
+from lightning_gc.transports.network_model import Topology
 from lightning_gc.transports.simulated import Ledger, Simulated
 from tests.support.controlled_workers import CPU, Training
 
@@ -311,7 +312,7 @@ def test_requests_of_a_network() -> None:
 
 
 def test_a_network_with_two_directions() -> None:
-    home = NetworkModel(up_gbps=0.02, down_gbps=0.2, schedule=((5, 0.1), (9, [0.2, 0.02])))
+    home = NetworkModel(up_gbps=0.02, down_gbps=0.2, schedule=((5, 0.1), (9, (0.2, 0.02))))
     assert hash(home) == hash(replace(home))
     ups = [(link.gbps, link.down_gbps) for link in map(home.link_at, (0, 5, 9))]
     assert ups == [(0.02, 0.2), (0.1, 0.1), (0.2, 0.02)]
@@ -320,12 +321,12 @@ def test_a_network_with_two_directions() -> None:
     assert home.request("Gather", 2_500, 4, 9, received=75_000).seconds == pytest.approx(0.03)
     # The server gets a message at one rate, and sends one back at the other.
     assert home.seconds(4, message_bytes=25_000) == pytest.approx(0.01 + 0.001)
-    for topology, sent in (("ring", 25_000), ("all_gather", 3 * 25_000)):
-        both = replace(home, topology=topology)
-        assert both.seconds(4, 25_000, sent) == pytest.approx(8 * sent / 2e7)
-    equal = NetworkModel(up_gbps=0.1, down_gbps=0.1, latency_us=30.0)
-    for topology in ("parameter_server", "ring", "all_gather"):
-        one, other = (replace(n, topology=topology) for n in (equal, NetworkModel(0.1, 30.0)))
+    ring, gather = (replace(home, topology=name) for name in ("ring", "all_gather"))  # type: ignore[arg-type]
+    assert ring.seconds(4, 25_000, 40_000) == pytest.approx(8 * 40_000 / 2e7)
+    assert gather.seconds(4, 25_000) == pytest.approx(3 * 8 * 25_000 / 2e7)
+    for name in get_args(Topology):
+        one = NetworkModel(up_gbps=0.1, down_gbps=0.1, latency_us=30.0, topology=name)
+        other = NetworkModel(0.1, 30.0, name)
         assert one.seconds(3, 1e6, 2e6) == other.seconds(3, 1e6, 2e6)
 
 

@@ -24,7 +24,7 @@ from lightning_gc.core.saved_state import NOTHING, Leaf, Record
 from lightning_gc.core.settings import short
 
 _SIZE = 1 << 20
-"""Elements of a square matrix: its payloads put the compressors in order."""
+"""Elements of the square matrix by whose payload the compressors are put in order."""
 _OWNER = "method of the menu"
 """Entry of a parameter's state: the name of the compressor to which the state belongs."""
 
@@ -87,7 +87,7 @@ class Menu(Compressor):
 
     Raises:
         ValueError: fewer than two compressors, an unknown name, another menu inside, or a
-            compressor that cannot stand beside others: one with a vote, which leaves no
+            compressor that cannot stand beside others: one whose workers vote, which leaves no
             error for the next one, and one that reads the state of all tensors.
 
     Example:
@@ -118,13 +118,12 @@ class Menu(Compressor):
             _check(name, compressor)
         if self.choice is None:
             object.__setattr__(self, "choice", next(iter(given)))
-        object.__setattr__(self, "schemes", tuple(dict(self.schemes).items()))  # hashable
-        named = [("choice", self.choice), *(("schemes", name) for name in dict(self.schemes))]
-        for field, asked in named:
-            if asked not in given:
-                near = did_you_mean(str(asked), given)
+        own = dict(self.schemes)
+        object.__setattr__(self, "schemes", tuple(own.items()))  # hashable
+        for field, name in (("choice", self._name), *(("schemes", each) for each in own)):
+            if name not in given:
                 raise ValueError(
-                    f"Menu({field}={asked!r}): this is not on the menu{near}; "
+                    f"Menu({field}={name!r}): this is not on the menu{did_you_mean(name, given)}; "
                     f"give one of {', '.join(map(repr, given))}."
                 )
         entries = given if isinstance(given, Entries) else Entries(given)
