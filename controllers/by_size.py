@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, Level, Observation, State
 
 
@@ -42,7 +44,7 @@ class BySize(Controller):
         pairs = tuple(sorted(dict(self.levels).items(), key=lambda pair: pair[0]))
         object.__setattr__(self, "levels", pairs)  # which can be hashed
         if not pairs:
-            raise ValueError("BySize(levels={}): at least one level is needed, as {65536: 0.01}.")
+            refuse("BySize", "at least one level is needed, as {65536: 0.01}", levels={})
         for size, level in (*pairs, (1, self.default)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Decision, Needs, Observation, State
 from .threshold_controller import ThresholdController, nothing_sent
 from .total_error import paper_threshold
@@ -58,7 +60,7 @@ class EstimatedThreshold(ThresholdController):
     def __post_init__(self) -> None:
         self._check_density("k_min", self.k_min)
         if self.epochs < 1 or self.epochs != int(self.epochs):
-            raise ValueError(f"EstimatedThreshold(epochs={self.epochs!r}): 1 or more.")
+            refuse("EstimatedThreshold", "1 or more", epochs=self.epochs)
 
     @property
     def needs(self) -> Needs:

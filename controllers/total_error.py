@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import InitVar, dataclass
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Decision, Observation, State
 from .threshold_controller import ThresholdController, nothing_sent
 
@@ -61,11 +63,11 @@ class TotalError(ThresholdController):
                 f"class; use TotalErrorBudget(budget={budget!r}, initial={initial!r})."
             )
         if estimate_epochs:
-            raise ValueError(
-                f"TotalError(estimate_epochs={estimate_epochs!r}): the estimated threshold has a "
-                f"separate class; use EstimatedThreshold(k_min={self.k_min!r}, "
-                f"epochs={estimate_epochs!r})."
+            why = (
+                "the estimated threshold has a separate class; use "
+                f"EstimatedThreshold(k_min={self.k_min!r}, epochs={estimate_epochs!r})"
             )
+            refuse("TotalError", why, estimate_epochs=estimate_epochs)
         self._check_density("k_min", self.k_min)
 
     def init(self) -> State:

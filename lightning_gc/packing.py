@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_gc.compressors import COMPRESSORS, Collective, Compressor
 from lightning_gc.compressors.wrappers.per_parameter import forget_plans, layerwise
 from lightning_gc.core import Exchange, Flow, Gather, Mean, MeanShard, Request
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.flow import Limits, resume, undisturbed
 from lightning_gc.core.message import FORMAT, Message
 from lightning_gc.core.registry import make
@@ -62,13 +63,7 @@ class Sender:
         if not _is_count(seed):
             raise ValueError(f"Sender(seed={seed!r}): give a whole number from 0 to 2^62 - 1.")
         engine = self._engine = _engine(compressor, memory, seed)
-        needs = "an estimate that all receivers need" if engine.memory.common else ""
-        if engine.memory.lookahead or engine.memory.reads_weights:
-            needs = "what a message has not: the weights of a training loop"
-        if needs:
-            raise ValueError(
-                f"{memory!r} works with {needs}. Give another memory, such as ErrorFeedback()."
-            )
+        judge("Sender", memory=engine.memory)
         default = combine(engine.compressor)[1]
         in_rounds = isinstance(engine.compressor.method, Collective)
         self._checks = in_rounds or engine.memory != default

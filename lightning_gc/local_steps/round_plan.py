@@ -13,10 +13,11 @@ from typing import Any, Literal, Never
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Budget, Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import Settings
 from lightning_gc.exchange.validation import make_controller
 from lightning_gc.local_steps.inner_moments import InnerMoments
-from lightning_gc.local_steps.outer_step import Outer, OuterSGD, RadialDirectional
+from lightning_gc.local_steps.outer_step import Outer, OuterSGD
 from lightning_gc.local_steps.rendezvous import check_secret, host_and_port, is_host
 from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.memories import Memory
@@ -280,12 +281,7 @@ class RoundPlan:
         if given is None:
             return self.every
         levels = make_controller(given, self.owner)
-        if self.every.levels is not None or levels.needs.rounds:
-            self._refuse(
-                "every",
-                f"{levels!r} is a second one that decides; give one of levels, once",
-                f"controller={levels!r}",
-            )
+        judge("Budget of local steps", self.owner, plan=self, levels=levels)
         return dataclasses.replace(self.every, levels=levels)
 
     def own_buffers(self, names: Collection[str]) -> frozenset[str]:
@@ -317,27 +313,8 @@ class RoundPlan:
         self._whole("every", self.shortest, 1, "optimizer steps between two exchanges", 32)
         self._whole("fragments", self.fragments, 1, "parts of the parameters", 1)
         self._whole("delay", self.delay, 0, "steps until the result is taken over", 0)
-        if self.fragments > self.shortest:
-            self._refuse(
-                "every fragments",
-                f"at most one fragment is exchanged after a step; use fragments={self.shortest} or "
-                f"fewer",
-            )
-        apart = self.shortest // self.fragments
-        if self.delay >= apart:
-            self._refuse(
-                "delay",
-                f"two exchanges are {apart} steps apart, and a result must have been taken over "
-                f"before the next one; use delay={apart - 1} or less, or exchange less often",
-            )
         if self.merge not in ("rebase", "mix"):
             self._refuse("merge", "use 'rebase' or 'mix'")
-        if self.moments is not None and self.delay:
-            self._refuse(
-                "moments delay",
-                f"a mean of moments from {self.delay} steps ago would undo the optimizer's steps "
-                f"since; use delay=0, or moments=None",
-            )
         self._check_island()
         self._check_unequal()
         self._check_buffers()
@@ -345,6 +322,8 @@ class RoundPlan:
         if given is not None and not isinstance(given, Elastic):
             where = given if isinstance(given, str) else "10.0.0.1:29400"
             self._refuse("elastic", f"give elastic=Elastic({where!r}), or leave it out")
+        apart = self.shortest // self.fragments
+        judge("Local steps", self.owner, plan=self, apart=apart, most=apart - 1)
 
     def _check_island(self) -> None:
         island = self.island
@@ -353,12 +332,6 @@ class RoundPlan:
                 "island",
                 "give the number of processes that train as one worker, 1 or more; use the number "
                 "of devices of a node",
-            )
-        if island > 1 and self.unequal is not None:
-            self._refuse(
-                "island unequal",
-                "the processes of an island would measure unlike speeds and count unlike tokens; "
-                "leave unequal out",
             )
 
     def _check_buffers(self) -> None:
@@ -376,34 +349,8 @@ class RoundPlan:
 
     def _check_unequal(self) -> None:
         given: Any = self.unequal
-        if given is None:
-            return
-        if not isinstance(given, Unequal):
+        if given is not None and not isinstance(given, Unequal):
             self._refuse("unequal", "give an instance, such as Unequal()")
-        if given.grace is None:
-            return
-        late = f"unequal=Unequal(grace={given.grace!r})"
-        if self.delay:
-            self._refuse(
-                "delay",
-                f"a late worker takes a result over when it comes, and the others after "
-                f"{self.delay} steps; use delay=0, or grace=None",
-                late,
-            )
-        if self.fragments > 1:
-            self._refuse(
-                "fragments",
-                "a late worker would miss only some of its parameters; use fragments=1, or "
-                "grace=None",
-                late,
-            )
-        if self.moments is not None:
-            self._refuse(
-                "moments",
-                "a late worker's moments would count though its steps do not; use moments=None, or "
-                "grace=None",
-                late,
-            )
 
     def check(self, compressor: Compressor, memory: Memory, controller: Controller | None) -> None:
         """Raise ValueError for settings that need gradients: exchanged are differences of weights.
@@ -415,51 +362,11 @@ class RoundPlan:
             memory: of errors of these differences.
             controller: of levels or of H, or None.
         """
-        outer = self.outer
-        if not compressor.traits.conserves:
-            raise ValueError(
-                f"{self.owner}({compressor}): its workers vote, and the result has equal "
-                f"magnitudes, so it is not the mean of their differences of weights; use "
-                f"EFSignSGD() for signs with magnitudes, or QSGD(4)."
-            )
-        if memory.lr_aware:
-            raise ValueError(
-                f"{self.owner}(memory={memory}): differences of weights contain the learning rate "
-                f"already, so errors must not follow it; use memory=ErrorFeedback()."
-            )
-        if memory.lookahead or memory.reads_weights:
-            raise ValueError(
-                f"{self.owner}(memory={memory}): it changes gradients by weights or weights by "
-                f"errors at each optimizer step, but weights are exchanged only every H steps; use "
-                f"memory=ErrorFeedback()."
-            )
-        if outer.momentum:
-            try:
-                memory.check_optimizer({"momentum": outer.momentum})
-            except ValueError:
-                raise ValueError(
-                    f"{self.owner}(memory={memory}, outer={outer}): the memory has the outer "
-                    f"momentum; use outer=OuterSGD(lr={outer.lr!r}), or memory=ErrorFeedback()."
-                ) from None
-        if isinstance(outer, RadialDirectional) and compressor.traits.kind == "sparsifier":
-            raise ValueError(
-                f"{self.owner}({compressor}, outer={outer}): the mean of a few elements would be "
-                f"stretched to the length of all; use a quantiser, such as QSGD(4), or "
-                f"outer=OuterSGD()."
-            )
-        if controller is None:
-            return
-        if controller.needs.errors or controller.needs.scale:
-            raise ValueError(
-                f"{self.owner}(controller={controller}): it computes with gradients and learning "
-                f"rates, but differences of weights contain both; use Accordion or a Schedule."
-            )
-        if controller.needs.rounds and self.growing is not None:
-            raise ValueError(
-                f"{self.owner}(every={self.every}, controller={controller}): both set the "
-                f"steps of a round; give every=8, say, or another controller."
-            )
-        for steps in controller.needs.rounds:
+        given = {"compressor": compressor, "memory": memory, "controller": controller}
+        needs = None if controller is None else controller.needs
+        place = "Local steps exchange differences of weights"
+        judge(place, self.owner, **given, plan=self, outer=self.outer, needs=needs)
+        for steps in () if needs is None else needs.rounds:
             dataclasses.replace(self, every=steps)  # checks it
 
     def _whole(self, name: str, value: Any, least: int, what: str, such_as: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Compressor
 from lightning_gc.core import Bucket, Flow, Range
+from lightning_gc.core.combinations import judge
 from lightning_gc.memories.base import GradientExchange, OwnMomentum, State
 from lightning_gc.schemes.base import Scheme
 
@@ -135,32 +136,13 @@ class MomentumCorrection(OwnMomentum):
         return gradient
 
     def check(self, compressor: Compressor, scheme: Scheme | None) -> None:
-        if compressor.traits.unbiased:
-            raise ValueError(
-                f"{self} corrects the momentum that waits in the error, but {compressor} is "
-                f"unbiased and leaves none; use NoMemory(), or a biased compressor such as "
-                f"TopK(0.01)."
-            )
-        if compressor.traits.kind != "sparsifier":
-            raise ValueError(
-                f"{self} drops the momentum of elements that are sent, and {compressor} sends "
-                f"all of them, so nothing would remain; use LocalMomentum(), or a sparsifier."
-            )
+        judge("MomentumCorrection", memory=self, compressor=compressor, scheme=scheme)
         super().check(compressor, scheme)
-        if scheme is not None and scheme.averages_first:
-            raise ValueError(
-                f"{self} drops the momentum of elements that a worker has sent, but {scheme} "
-                f"encodes means of several workers; use AllGather(), or another memory."
-            )
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
         super().check_optimizer(group)
-        if group.get("weight_decay") and not group.get("decoupled_weight_decay"):
-            raise ValueError(
-                f"{self} must add weight decay before the exchange; the optimizer adds it after, "
-                f"weight_decay={group['weight_decay']!r}; set it to 0 there and use "
-                f"MomentumCorrection(weight_decay={group['weight_decay']!r})."
-            )
+        decay = not group.get("decoupled_weight_decay") and group.get("weight_decay")
+        judge("Optimizer", memory=self, momentum=None, adds=True, decay=decay)
 
     @classmethod
     def examples(cls) -> tuple[MomentumCorrection, ...]:
