@@ -20,6 +20,7 @@ from lightning_gc.compressors.sparsifiers.topk import TopK
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Flow, Structure, Wire
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.core.saved_state import NOTHING, Leaf, Record
 from lightning_gc.core.settings import short
@@ -241,7 +242,7 @@ _ANY = Leaf("anything", lambda value: True)
 def _check(name: Any, compressor: Any) -> None:
     """Raise ValueError if a compressor cannot stand in a menu."""
     if not isinstance(name, str) or not name:
-        raise ValueError(f"Menu: {name!r} is not a name; give each compressor a text as its name.")
+        refuse("Menu", f"{name!r} is not a name; give each compressor a text as its name")
     if not isinstance(compressor, Compressor):
         raise ValueError(
             f"Menu({{{name!r}: {compressor!r}}}): give an instance of a compressor, such as "
