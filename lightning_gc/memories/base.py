@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_gc.compressors.base import Compressor
 from lightning_gc.core import Bucket, Choice, Flow, Range, Reply, Request
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 from lightning_gc.memories.storage import Storage
 from lightning_gc.schemes.base import Scheme
@@ -157,9 +158,7 @@ class OwnMomentum(Memory):
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"{type(self).__name__}(momentum={self.momentum!r}): it must be in [0, 1); use 0.9."
-            )
+            refuse(self, "it must be in [0, 1); use 0.9", momentum=self.momentum)
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
         refuse_momentum(self, group)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_gc.compressors.base import Compressor
 from lightning_gc.core import Bucket, Flow, Range
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, OwnMomentum, State
 from lightning_gc.schemes.base import Scheme
 
@@ -76,18 +77,12 @@ class MomentumCorrection(OwnMomentum):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(
-                f"MomentumCorrection(clip={self.clip!r}): a norm above 0, or None for no clipping."
-            )
+            refuse("MomentumCorrection", "a norm above 0, or None for no clipping", clip=self.clip)
         if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(
-                f"MomentumCorrection(weight_decay={self.weight_decay!r}): use 0 for none, or 1e-4."
-            )
+            refuse("MomentumCorrection", "use 0 for none, or 1e-4", weight_decay=self.weight_decay)
         if self.masking not in ("sent", "sampled", "none"):
-            raise ValueError(
-                f"MomentumCorrection(masking={self.masking!r}): use 'sent', as the paper has it, "
-                f"'sampled' or 'none'."
-            )
+            why = "use 'sent', as the paper has it, 'sampled' or 'none'"
+            refuse("MomentumCorrection", why, masking=self.masking)
 
     @property
     def reads_weights(self) -> bool:
