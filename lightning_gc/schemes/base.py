@@ -13,6 +13,7 @@ from lightning_gc.compressors.base import Collective, Compressor, dense
 from lightning_gc.compressors.joint import Joint, WholeCodec
 from lightning_gc.core import Bucket, Exchange, Flow, Limits, Payload
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 
 
@@ -88,10 +89,8 @@ class NodeScheme(Scheme):
 
     def __post_init__(self) -> None:
         if self.workers_per_node < 1 or self.workers_per_node != int(self.workers_per_node):
-            raise ValueError(
-                f"{type(self).__name__}(workers_per_node={self.workers_per_node!r}): give the "
-                f"number of workers of each machine, at least 1."
-            )
+            why = "give the number of workers of each machine, at least 1"
+            refuse(self, why, workers_per_node=self.workers_per_node)
 
     def check(self, compressor: Compressor) -> None:
         super().check(compressor)
