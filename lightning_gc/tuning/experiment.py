@@ -11,6 +11,7 @@ from typing import Any, Literal
 import optuna
 
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 from lightning_gc.methods import yaml_config
 from lightning_gc.methods.method import DENSE, Method, check_budget
@@ -84,24 +85,24 @@ class Experiment(Settings):
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+", self.name):
-            raise ValueError(f"Experiment(name={self.name!r}): use letters and digits.")
+            refuse("Experiment", "use letters and digits", name=self.name)
         choices = {"mode": ("min", "max"), "sampler": ("tpe", "random")}
         choices |= {"objective": ("metric", "pareto"), "pruner": ("median", "none")}
         for setting, allowed in choices.items():
             value = getattr(self, setting)
             if value not in allowed:
-                raise ValueError(f"{setting}={value!r}: use {' or '.join(map(repr, allowed))}.")
+                refuse(f"{setting}={value!r}: use {' or '.join(map(repr, allowed))}")
         for setting in ("trials", "workers", "devices"):
             if getattr(self, setting) < 1:
-                raise ValueError(f"{setting}={getattr(self, setting)}: must be at least 1.")
+                refuse(f"{setting}={getattr(self, setting)}: must be at least 1")
         if self.patience is not None and self.patience < 1:
-            raise ValueError(f"patience={self.patience}: count epochs, 1 or more.")
+            refuse(f"patience={self.patience}: count epochs, 1 or more")
         if self.warmup < 0:
-            raise ValueError(f"warmup={self.warmup}: count epochs, 0 or more.")
+            refuse(f"warmup={self.warmup}: count epochs, 0 or more")
         if not self.seeds:
-            raise ValueError("seeds=(): give one or more, such as (0, 1, 2).")
+            refuse("seeds=(): give one or more, such as (0, 1, 2)")
         if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout}: give seconds above 0, such as 3600.")
+            refuse(f"timeout={self.timeout}: give seconds above 0, such as 3600")
         check_budget(self.budget)
         groups = hasattr(os, "killpg")
         judge("Experiment", of=self, has_groups=groups, platform=sys.platform)
@@ -111,9 +112,9 @@ class Experiment(Settings):
         """Refuse arguments of the Trainer that tuning sets itself, or that clash with workers."""
         for name in RESERVED:
             if trainer.get(name) is not None:
-                raise ValueError(
+                refuse(
                     f"trainer.{name}={trainer[name]!r}: tuning sets it from the experiment's "
-                    f"workers and devices. Remove it."
+                    "workers and devices. Remove it"
                 )
         batches = trainer.get("accumulate_grad_batches") or 1
         every = self.workers * batches
@@ -159,7 +160,7 @@ def load_experiment(
     trainer = yaml_config.mapping("trainer", sections.get("trainer"), "max_epochs: 8")
     devices = trainer.pop("devices", 1)
     if not isinstance(devices, int):
-        raise ValueError(f"trainer.devices={devices!r}: tuning needs a number.")
+        refuse(f"trainer.devices={devices!r}: tuning needs a number")
     parts = {name: sections.get(name) for name in ("model", "data")} | {"trainer": trainer}
     build = yaml_config.YAMLBuild(parts, parse_all(settings.pop("space")))
     build.check()
