@@ -219,7 +219,7 @@ def parse_method(word: str) -> Method:
     for part in rest.split(",") if rest else ():
         field, equals, value = part.partition("=")
         if not equals:
-            refuse(word, "write a compressor's fields as topk:density=0.01")
+            refuse(f"{word!r}", "write a compressor's fields as topk:density=0.01")
         fields[field.strip()] = yaml.safe_load(value)
     parts = {kind: fields.pop(kind) for kind in ("memory", "scheme") if kind in fields}
     return Method(word, name, fixed=fields, **parts)
