@@ -164,9 +164,9 @@ def attach(
         check_legs("attach", compressor, weights, hops, workers_per_node)
         refuse_settings("attach(...) of a model in shards", "FSDP")
         of_others = {"scheme": scheme, "timeout": timeout, "bucket_cap_mb": bucket_cap_mb}
-        for name, value in of_others.items():
+        for name, own in of_others.items():
             place = "attach to a model in shards without replicas"
-            judge(place, "attach", name=name, value=value)
+            judge(place, "attach", name=name, value=own)
         check_verify("attach", verify)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         scheme = ReduceScatter(workers_per_node or (max(local // size, 1) if hops == 2 else 1))

@@ -438,7 +438,7 @@ RULES: dict[str, dict[str, Callable[[Any], object]]] = {
     "Simulated local steps": {
         "{owner}(elastic={plan.elastic!r}): elastic workers are processes; train them with "
         "LocalStepsStrategy, "
-        "and replay their rounds here with roll=....": lambda g: g.plan.elastic is not None,
+        "and replay their rounds here with roll=...": lambda g: g.plan.elastic is not None,
         "{owner}(speeds={speeds!r}, roll=...): a roll does not say how long its rounds took; "
         "leave speeds out.": lambda g: g.speeds is not None and g.roll is not None,
         "{owner}(workers={workers}, speeds={speeds!r}): give one speed for each worker, or leave "

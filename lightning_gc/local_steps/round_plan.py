@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Literal
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Budget, Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 from lightning_gc.exchange.validation import make_controller
 from lightning_gc.local_steps.inner_moments import InnerMoments
@@ -296,7 +297,8 @@ class RoundPlan:
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = ", ".join(map(repr, get_close_matches(pattern, names, 3, 0.0)))
                 had = f"did you mean one of {near}" if near else "the module has no buffer"
-                self._refuse("buffers", f"{pattern!r} fits no buffer of the module; {had}")
+                why = f"{pattern!r} fits no buffer of the module; {had}"
+                refuse(self.owner, why, buffers=self.buffers)
         return frozenset(n for n in names if any(fnmatchcase(n, each) for each in self.buffers))
 
     def due(self, position: int, length: int) -> list[int]:
@@ -314,43 +316,34 @@ class RoundPlan:
         self._whole("fragments", self.fragments, 1, "parts of the parameters", 1)
         self._whole("delay", self.delay, 0, "steps until the result is taken over", 0)
         if self.merge not in ("rebase", "mix"):
-            self._refuse("merge", "use 'rebase' or 'mix'")
-        self._check_island()
-        self._check_unequal()
-        self._check_buffers()
-        given: Any = self.elastic
-        if given is not None and not isinstance(given, Elastic):
-            where = given if isinstance(given, str) else "10.0.0.1:29400"
-            self._refuse("elastic", f"give elastic=Elastic({where!r}), or leave it out")
-        apart = self.shortest // self.fragments
-        judge("Local steps", self.owner, plan=self, apart=apart, most=apart - 1)
-
-    def _check_island(self) -> None:
+            refuse(self.owner, "use 'rebase' or 'mix'", merge=self.merge)
         island = self.island
         if isinstance(island, bool) or not isinstance(island, int) or island < 1:
-            self._refuse(
-                "island",
-                "give the number of processes that train as one worker, 1 or more; use the number "
-                "of devices of a node",
-            )
+            why = "give the number of processes that train as one worker, 1 or more; use the"
+            refuse(self.owner, f"{why} number of devices of a node", island=island)
+        given: Any = self.unequal
+        if given is not None and not isinstance(given, Unequal):
+            refuse(self.owner, "give an instance, such as Unequal()", unequal=given)
+        self._check_buffers()
+        given = self.elastic
+        if given is not None and not isinstance(given, Elastic):
+            where = given if isinstance(given, str) else "10.0.0.1:29400"
+            why = f"give elastic=Elastic({where!r}), or leave it out"
+            refuse(self.owner, why, elastic=given)
+        apart = self.shortest // self.fragments
+        judge("Local steps", self.owner, plan=self, apart=apart, most=apart - 1)
 
     def _check_buffers(self) -> None:
         given: Any = self.buffers
         if given in ("mean", "own"):
             return
         if isinstance(given, str):
-            self._refuse(
-                "buffers", f"use 'mean' or 'own', or names in a tuple, such as ({given!r},)"
-            )
+            why = f"use 'mean' or 'own', or names in a tuple, such as ({given!r},)"
+            refuse(self.owner, why, buffers=given)
         names = isinstance(given, Collection) and all(isinstance(each, str) for each in given)
         if not names or not given:
-            self._refuse("buffers", "use 'mean' or 'own', or names, such as ('queue',)")
+            refuse(self.owner, "use 'mean' or 'own', or names, such as ('queue',)", buffers=given)
         object.__setattr__(self, "buffers", tuple(sorted(given)))  # equal on all workers
-
-    def _check_unequal(self) -> None:
-        given: Any = self.unequal
-        if given is not None and not isinstance(given, Unequal):
-            self._refuse("unequal", "give an instance, such as Unequal()")
 
     def check(self, compressor: Compressor, memory: Memory, controller: Controller | None) -> None:
         """Raise ValueError for settings that need gradients: exchanged are differences of weights.
@@ -371,9 +364,5 @@ class RoundPlan:
 
     def _whole(self, name: str, value: Any, least: int, what: str, such_as: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self._refuse(name, f"give the number of {what}, {least} or more; use {such_as}")
-
-    def _refuse(self, names: str, why: str, more: str = "") -> Never:
-        """Raise ValueError for the fields of these names."""
-        given = [f"{name}={getattr(self, name)!r}" for name in names.split()]
-        raise ValueError(f"{self.owner}({', '.join(filter(None, (*given, more)))}): {why}.")
+            why = f"give the number of {what}, {least} or more; use {such_as}"
+            refuse(self.owner, why, **{name: getattr(self, name)})

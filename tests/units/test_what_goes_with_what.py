@@ -132,7 +132,7 @@ def controlled(controller: Any, compressor: Any, memory: Any = None, **more: Any
 
 
 def experiment(**settings: Any) -> Experiment:
-    return Experiment(name="e", build=lambda trial: None, metric="loss", **settings)
+    return Experiment(name="e", build=lambda trial: (), metric="loss", **settings)
 
 
 def said(place: str, **given: Any) -> Callable[[], object]:
