@@ -45,7 +45,7 @@ check: $(VENV)/.test ## linter, formatter, types, import arrows
 docs: $(VENV)/.test ## build the site into site/, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet
 
-TABLES := compressors memories schemes start waits wire
+TABLES := combinations compressors memories schemes start waits wire
 docs-tables: $(VENV)/.test ## write docs/tables/ anew, from what the classes declare
 	@mkdir -p docs/tables
 	@for table in $(TABLES); do $(BIN)/python -m lightning_gc list $$table --markdown \

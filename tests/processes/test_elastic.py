@@ -15,7 +15,6 @@ import torch
 
 from lightning_gc import QSGD, Elastic, LocalSteps, Roll
 from lightning_gc.attachment.plain_torch_local_steps import StepCount
-from lightning_gc.controllers import Fixed
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
@@ -324,21 +323,6 @@ def test_a_loop_that_goes_on_elsewhere_has_the_rates_of_the_others() -> None:
     count.schedulers = (falling,)
     count.go_on_from(5)
     assert (count.steps, falling.get_last_lr()) == (5, [0.125])
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"delay": 1}, "waits for the result"),
-        ({"fragments": 2}, "exchanges all weights"),
-        ({"controller": Fixed(0.1)}, "begin at unlike times"),
-        ({"verify": 1}, "compare their results anyway"),
-        ({"scheme": "hierarchical"}, "fixed number of workers"),
-    ],
-)
-def test_what_elastic_rounds_cannot_obey_is_refused(settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        LocalStepsStrategy("topk", elastic=Elastic("127.0.0.1:1"), **settings)
 
 
 SECONDS = (-1, -0.5, inf, nan, 1e10, True, None, timedelta(seconds=9), (5,))

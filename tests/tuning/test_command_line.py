@@ -277,7 +277,7 @@ def test_a_wrong_request_is_refused_before_torch_is_imported(folder: Path) -> No
 
 
 def test_the_families_of_the_help_are_those_of_the_catalogue() -> None:
-    assert ("start", *FAMILIES) == cli.LISTED
+    assert ("start", *FAMILIES, "combinations") == cli.LISTED
 
 
 def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:

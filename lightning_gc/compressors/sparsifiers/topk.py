@@ -14,6 +14,7 @@ from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, by_table
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.core import Bucket
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.sparse import Row, Rule, Selection
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -60,10 +61,8 @@ class TopK(DensitySparsifier, SparseCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.value_dtype not in _DTYPES:
-            raise ValueError(
-                f"TopK(value_dtype={self.value_dtype!r}): use 'float32' or 'bfloat16'. float16 "
-                f"would lose gradients below 6e-8 for good."
-            )
+            why = "use 'float32' or 'bfloat16'. float16 would lose gradients below 6e-8 for good"
+            refuse("TopK", why, value_dtype=self.value_dtype)
         if self.selection not in ("exact", "sampled"):
             raise ValueError(
                 f"TopK(selection={self.selection!r}): use 'exact' for the k largest elements, or "

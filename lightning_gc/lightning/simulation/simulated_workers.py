@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.compressors import Compressor
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.saved_state import Tree
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Peers
@@ -272,11 +273,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
                 f"{owner}(network={network!r}): give an instance, such as "
                 f"NetworkModel(bandwidth_gbps=10.0), or a rate, such as '1gbit'."
             )
-        if kwargs.pop("verify", 0):
-            raise ValueError(
-                f"{owner}(verify=...): simulated workers share one mean, so there is nothing to "
-                f"compare; leave it out, or use {self._of_processes} with processes."
-            )
+        verify = kwargs.pop("verify", 0)
+        judge("Simulated workers", owner, verify=verify, instead=self._of_processes)
         refuse_unknown(type(self), compressor, kwargs)
         self.workers = workers
         self.network = network
