@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_gc
@@ -98,7 +99,7 @@ def test_a_gradient_enters_few_files(
         assert all(dispatch.compiled(torch.ones(1), family) for family in families)
     else:
         monkeypatch.setattr(dispatch.host, "_works", dict.fromkeys(families, False))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     with unwarned():
         attach(ddp, TopK(0.01))
