@@ -33,6 +33,13 @@ from tests.support.processes import hold_port, many_files, preloaded
 from tests.support.strangers import Tap, ended, idle_strangers, play
 
 SECRET = Seal("secret")
+SOON = (0.0, 0.05, ())
+"""A keeper's ``now``, ``settle`` and ``file``: it looks for a running run only briefly."""
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Keeper.__init__, "__defaults__", SOON)
 
 
 def until(true: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -543,6 +550,7 @@ def test_what_is_no_question_is_refused(asked: Any) -> None:
 
 def _serve(pipe: Any, files: int) -> None:
     """Serve a rendezvous and a door; say how many seconds of a core that has taken, when asked."""
+    Keeper.__init__.__defaults__ = SOON  # type: ignore[misc]
     if files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     rendezvous = Rendezvous(0, "secret")
