@@ -17,9 +17,9 @@ from lightning_gc.core.settings import Settings
 from lightning_gc.exchange.validation import make_controller
 from lightning_gc.local_steps.inner_moments import InnerMoments
 from lightning_gc.local_steps.outer_step import Outer, OuterSGD, RadialDirectional
-from lightning_gc.local_steps.rendezvous import check_secret, host_and_port, is_host
 from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.memories import Memory
+from lightning_gc.transports.interfaces import host_and_port, is_host
 
 MIXED = 0.5
 """Share of a worker's own weights in ``merge="mix"``."""
@@ -178,6 +178,19 @@ class Elastic(Settings):
             raise ValueError(
                 f"Elastic(roll={self.roll!r}): give the name of a file, such as 'roll.jsonl'."
             )
+
+
+def check_secret(secret: Any, owner: str) -> None:
+    """Raise ValueError if a secret is neither None nor a text that all can have equally."""
+    if secret is None or (isinstance(secret, str) and secret and secret == secret.strip()):
+        return
+    found = "is empty" if isinstance(secret, str) else f"is of type {type(secret).__name__}"
+    if isinstance(secret, str) and secret.strip():
+        found = "begins or ends with white space; use its strip()"
+    raise ValueError(
+        f"{owner}(secret=...): the secret {found}. Give a long random text, or leave it out if "
+        f"everyone who reaches the port may take part."
+    )
 
 
 def _is_whole(value: Any) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gc import Roll
-from lightning_gc.local_steps.rendezvous import serve
+from lightning_gc.elastic.rendezvous import serve
 from tests.soak.launch import children
 from tests.support.elastic import Job, replay, start, step_of
 from tests.support.processes import hold_port, preloaded

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_gc import COMPRESSORS, Elastic, LocalSteps, OuterSGD, Roll
+from lightning_gc.elastic.channel import Channel
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
 )
-from lightning_gc.local_steps.channel import Channel
 from tests.support.fitting import digest, quiet_trainer
 from tests.support.processes import hold_port, preloaded
 
