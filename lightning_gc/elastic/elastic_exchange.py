@@ -22,7 +22,8 @@ from lightning_gc.core.digest import ReplicaError
 from lightning_gc.core.flow import undisturbed
 from lightning_gc.core.notices import say
 from lightning_gc.core.saved_state import Tree, each_tensor
-from lightning_gc.elastic.membership import TRIES, Membership
+from lightning_gc.elastic.folder import Folder
+from lightning_gc.elastic.membership import TRIES, Carrier, Membership
 from lightning_gc.elastic.roll import Roll, Terms, workers_in_words
 from lightning_gc.elastic.snapshot import (
     Inheritance,
@@ -36,6 +37,7 @@ from lightning_gc.elastic.sockets import Sockets
 from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.validation import MODEL, digest_of, refuse_unknown_device
 from lightning_gc.exchange.workers import Shapes, Workers
+from lightning_gc.kernels import dispatch
 from lightning_gc.local_steps.local_rounds import LocalRounds
 from lightning_gc.local_steps.round_plan import Elastic
 from lightning_gc.transports.accounting import Recording
@@ -97,7 +99,9 @@ class Attempt:
                 with undisturbed():
                     for each in sent:
                         flow, each.arrived = each.make()
-                        if each.names and self._device.type == "cpu":
+                        if self._membership.elastic.in_folder:  # its transport compares
+                            dispatch.host.take_over()
+                        elif each.names and self._device.type == "cpu":
                             flow = self._recording.compared(flow, each.names)
                         self._recording.run(flow, self._device)
                 # The rest is in the mark of the next round.
@@ -200,8 +204,10 @@ class ElasticExchange(Single):
         terms = Terms(wanted, "", same, elastic.min_workers, *times)
         held = sum(param.numel() * 4 for param in workers.names)
         most = 16 * held + (1 << 24)  # with outer momentum, buffers, names
+        carrier: Callable[[], Carrier] = partial(Sockets, elastic, most, device)
+        if elastic.in_folder:
+            carrier = partial(Folder, elastic)
         try:
-            carrier = partial(Sockets, elastic, most, device)
             self._membership.open(terms, carrier, self._inheritance.answer)
         except BaseException:
             self.close(failed=True)

@@ -142,7 +142,7 @@ class Membership:
             return Report(secrets.token_hex(8), terms=told).in_words()
 
         self.member = Member(Report.read(self.island.say(first_report)))
-        self.until("number", whom="a rendezvous")
+        self.until("number", whom=self._keeper)
 
     def until(self, *wanted: str, whom: str = "other workers") -> Do:
         """Read the log until one of these is to be done, and take snapshots on the way.
@@ -162,6 +162,10 @@ class Membership:
                     self.report()
                 if done is not None and done.what in wanted:
                     return done
+
+    @property
+    def _keeper(self) -> str:
+        return "a keeper" if self.elastic.in_folder else "a rendezvous"
 
     def verdict(self) -> Do | None:
         """Return what the verdict on the worker's attempt demands, if one comes in time."""
@@ -231,7 +235,7 @@ class Membership:
         if time.monotonic() > limit:
             raise RuntimeError(
                 f"This worker has waited {self.elastic.patience:g} s for {whom}, with "
-                f"min_workers={self.elastic.min_workers}. The rendezvous: "
+                f"min_workers={self.elastic.min_workers}. The {self._keeper.partition(' ')[2]}: "
                 f"{status.trouble or 'it answers'}. Start it, or more workers, or raise "
                 f"Elastic(patience=...)."
             )

@@ -639,6 +639,7 @@ class Rounds:
 
     Attributes:
         now: the keeper's time, which it moves on.
+        near: seconds of silence after which a member is not called; more where reports are rare.
         heard: token -> process, of those that report and are not refused.
         run: name of the run; empty before one has begun.
         round: number of the round that is under way.
@@ -651,7 +652,7 @@ class Rounds:
     """
 
     def __init__(self, now: float) -> None:
-        self.now, self.heard = now, dict[str, _Process]()
+        self.now, self.near, self.heard = now, NEAR, dict[str, _Process]()
         self.run, self.round, self.attempt = "", 0, 0
         self.called: Called | None = None
         self.judged: set[tuple[str, int, int]] = set()
@@ -735,7 +736,7 @@ class Rounds:
 
     def _call(self) -> Iterator[Entry]:
         """Close the roll of the next attempt, when all or enough have asked."""
-        near = {r.token for r in self.members(NEAR)}
+        near = {r.token for r in self.members(self.near)}
         here = [r for r in self.members() if r.round == self.round]
         asking = [r for r in here if r.phase == "asking" and r.token in near]
         mark = self.common_mark()
@@ -748,11 +749,11 @@ class Rounds:
             self.since = now
         # One that has been silent for as long as it would be waited for has died, or will be late.
         # In a repeated round the silent are not waited for at all: one of them has died.
-        silence = NEAR if self.attempt else max(NEAR, terms.grace)
+        silence = self.near if self.attempt else max(self.near, terms.grace)
         heard = {r.token for r in self.members(silence)}
         coming = [r for r in here if r not in asking and r.token in heard]
         coming = [r for r in coming if r.phase != "asking" or r.token not in near]
-        late = [r for r in self.living(NEAR) if r not in asking]
+        late = [r for r in self.living(self.near) if r not in asking]
         coming += [r for r in late if self.heard[r.token].sent in AWAITED]
         enough = len(asking) >= terms.min_workers
         if not enough or (coming and now - self.since < terms.grace):
@@ -829,7 +830,7 @@ class Rounds:
                 continue
             if heard is not None and heard.report.phase == "left":
                 left.append(number)
-            elif heard is None or self.now - heard.at > NEAR:
+            elif heard is None or self.now - heard.at > self.near:
                 lost[number] = self._norms.get(number, 0.0)
         return tuple(left), lost
 
@@ -1026,7 +1027,7 @@ class Keeper:
         inside = [r for r in members if r.phase not in ("entering", "ready")]
         mark = rounds.common_mark()
         donors = [r for r in inside if r.round == rounds.round and rounds.is_current(r, mark)]
-        near = {r.token for r in rounds.members(NEAR)}
+        near = {r.token for r in rounds.members(rounds.near)}
         donors = [r for r in donors if r.token in near] or donors
         if not donors:
             return
