@@ -438,7 +438,7 @@ def _rendezvous(options: argparse.Namespace) -> int:
         if not secret:
             raise ValueError(f"{options.secret_file} is empty. Write a long random text into it.")
 
-    from lightning_gc.local_steps.rendezvous import serve
+    from lightning_gc.elastic.rendezvous import serve
 
     def began(port: int) -> None:
         sys.stdout.write(

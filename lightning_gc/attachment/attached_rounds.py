@@ -13,12 +13,12 @@ from torch import nn
 from lightning_gc.attachment.attached import Attached, InBackground, Setup, peers_of
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.elastic.elastic_exchange import ElasticExchange, ElasticState
 from lightning_gc.exchange import Workers
 from lightning_gc.exchange.peers import Peers, ShardParts, on_all_ranks, take_over
 from lightning_gc.exchange.synchronizer import Synchronizer, leave
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.exchange.workers import Configuration
-from lightning_gc.local_steps.elastic import ElasticExchange, ElasticState
 from lightning_gc.local_steps.local_rounds import Exchanger, LocalRounds, finished, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_shards
 from lightning_gc.local_steps.round_plan import Elastic, RoundPlan

@@ -31,13 +31,14 @@ from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import CheckedCalls, parted, takes_fields, unknown_argument
+from lightning_gc.elastic.elastic_exchange import ElasticExchange
+from lightning_gc.elastic.roll import Roll
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS, refuse_auto
 from lightning_gc.exchange.validation import check_controller, check_timeout, refuse_lazy
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import local_part, reshard
 from lightning_gc.local_steps import RoundPlan
-from lightning_gc.local_steps.elastic import ElasticExchange
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
@@ -55,7 +56,6 @@ from lightning_gc.local_steps.refusals import (
     refuse_synchronised_norms,
     warn_of_one_round,
 )
-from lightning_gc.local_steps.roll import Roll
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 

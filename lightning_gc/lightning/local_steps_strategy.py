@@ -1,4 +1,4 @@
-"""LocalSteps: local SGD; workers exchange compressed differences of weights every H steps.
+"""RealLocalSteps: local SGD; workers exchange compressed differences of weights every H steps.
 
 Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`` and
 ``for_lightning.py``.
@@ -34,6 +34,8 @@ from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import parted, takes_fields
+from lightning_gc.elastic.elastic_exchange import ElasticExchange
+from lightning_gc.elastic.roll import Roll
 from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS
 from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.synchronizer import leave
@@ -44,7 +46,6 @@ from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.progress import steps_of
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
 from lightning_gc.local_steps import RoundPlan
-from lightning_gc.local_steps.elastic import ElasticExchange
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
@@ -58,7 +59,6 @@ from lightning_gc.local_steps.refusals import (
     refuse_synchronised_norms,
     warn_of_one_round,
 )
-from lightning_gc.local_steps.roll import Roll
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import units_of
@@ -404,7 +404,7 @@ def warn_of_unlike_rates(trainer: Any, schedulers: Iterable[Any]) -> None:
             )
 
 
-class LocalSteps(LocalHooks, RealWorker):
+class RealLocalSteps(LocalHooks, RealWorker):
     """Data-parallel training that exchanges compressed weights every H steps.
 
     Use it as ``Trainer(strategy=LocalStepsStrategy(QSGD(bits=4), every=32))``; the LightningModule

@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+from fsspec import available_protocols
+
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Budget, Controller
 from lightning_gc.core.combinations import judge
@@ -19,9 +21,9 @@ from lightning_gc.core.settings import Settings
 from lightning_gc.exchange.validation import make_controller
 from lightning_gc.local_steps.inner_moments import InnerMoments
 from lightning_gc.local_steps.outer_step import OuterSGD
-from lightning_gc.local_steps.rendezvous import check_secret, host_and_port, is_host
 from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.memories import Memory
+from lightning_gc.transports.interfaces import host_and_port, is_host
 
 MIXED = 0.5
 """Share of a worker's own weights in ``merge="mix"``."""
@@ -105,7 +107,9 @@ class Elastic(Settings):
 
     Args:
         rendezvous: ``"host:port"``, where ``lightning-gc rendezvous`` listens. If nobody listens
-            there and it is an address of this machine, this job does.
+            there and it is an address of this machine, this job does. Or a folder, for workers
+            without ports between them: a path with a slash, or a URL of fsspec such as
+            ``"s3://bucket/run"``. No process serves there; one of the workers decides.
         min_workers: fewest members of a round. With fewer, workers wait.
         grace: seconds that a round waits, after its first member has asked for it, for those that
             have not. A worker that comes later loses its steps of the round. A worker that has
@@ -121,8 +125,9 @@ class Elastic(Settings):
         address: host that the other workers reach this machine by; None: its address on the way
             to the rendezvous.
         ports: first and last port on which it serves snapshots to workers that join; None: any.
-        roll: file to which the roll is written, if this job serves the rendezvous. A run of the
-            file continues there. Another run gets the file, and the former rounds a free name.
+        roll: file to which the roll is written, if this job serves the rendezvous. In a folder,
+            every job that gives a file writes one. A run of the file continues there. Another run
+            gets the file, and the former rounds a free name.
 
     Raises:
         ValueError: no ``"host:port"``, an empty secret, or a number out of range.
@@ -133,7 +138,7 @@ class Elastic(Settings):
         Elastic(rendezvous='10.0.0.1:29400', min_workers=3, grace=5.0, timeout=30.0)
     """
 
-    rendezvous: str
+    rendezvous: str | Path
     min_workers: int = 2
     grace: float = 5.0
     timeout: float = 30.0
@@ -144,8 +149,31 @@ class Elastic(Settings):
     ports: tuple[int, int] | None = field(default=None, repr=False)
     roll: str | Path | None = field(default=None, repr=False)
 
+    @property
+    def in_folder(self) -> bool:
+        """Whether workers meet in a folder, and not at an address."""
+        return isinstance(self.rendezvous, Path) or "/" in str(self.rendezvous)
+
+    def _check_folder(self) -> None:
+        scheme, found, _ = str(self.rendezvous).partition("://")
+        if found and scheme not in available_protocols():
+            raise ValueError(
+                f"Elastic(rendezvous={self.rendezvous!r}): fsspec does not know {scheme}://. Give "
+                f"host and port without a scheme, such as '10.0.0.1:29400', a path, or a URL of "
+                f"fsspec, such as 's3://bucket/run'."
+            )
+        if self.address is not None or self.ports is not None:
+            raise ValueError(
+                f"Elastic(rendezvous={str(self.rendezvous)!r}, address={self.address!r}, "
+                f"ports={self.ports!r}): nothing listens where workers meet in a folder; leave "
+                f"address and ports out."
+            )
+
     def __post_init__(self) -> None:
-        host_and_port(self.rendezvous, "Elastic", "rendezvous")
+        if self.in_folder:
+            self._check_folder()
+        else:
+            host_and_port(self.rendezvous, "Elastic", "rendezvous")
         check_secret(self.secret, "Elastic")
         if not _is_whole(self.min_workers) or self.min_workers < 1:
             raise ValueError(
@@ -180,6 +208,19 @@ class Elastic(Settings):
             raise ValueError(
                 f"Elastic(roll={self.roll!r}): give the name of a file, such as 'roll.jsonl'."
             )
+
+
+def check_secret(secret: Any, owner: str) -> None:
+    """Raise ValueError if a secret is neither None nor a text that all can have equally."""
+    if secret is None or (isinstance(secret, str) and secret and secret == secret.strip()):
+        return
+    found = "is empty" if isinstance(secret, str) else f"is of type {type(secret).__name__}"
+    if isinstance(secret, str) and secret.strip():
+        found = "begins or ends with white space; use its strip()"
+    raise ValueError(
+        f"{owner}(secret=...): the secret {found}. Give a long random text, or leave it out if "
+        f"everyone who reaches the port may take part."
+    )
 
 
 def _is_whole(value: Any) -> bool:

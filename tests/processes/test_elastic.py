@@ -15,12 +15,12 @@ import torch
 
 from lightning_gc import QSGD, Elastic, LocalSteps, Roll
 from lightning_gc.attachment.plain_torch_local_steps import StepCount
+from lightning_gc.elastic.rendezvous import Rendezvous
+from lightning_gc.elastic.roll import BEAT, NEAR, Called, Entrance, Round, entry_of
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
 )
-from lightning_gc.local_steps.rendezvous import Rendezvous
-from lightning_gc.local_steps.roll import BEAT, NEAR, Called, Entrance, Round, entry_of
 from tests.soak.elastic import Run
 from tests.support.elastic import Job, Stream, batches, replay, start, step_of, train
 from tests.support.fitting import quiet_trainer, unwarned

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc import AtomoSVD, Elastic, LocalSteps, PowerSGD, RandomK, TopK, attach
 from lightning_gc.compressors import Compressor
 from lightning_gc.core import message
+from lightning_gc.elastic.rendezvous import Rendezvous
+from lightning_gc.elastic.roll import differing
 from lightning_gc.exchange import Synchronizer, Workers, configure, kernel_compilation
 from lightning_gc.kernels import dispatch
 from lightning_gc.lightning.fabric_for_pytorch_lightning import CompressedFabricStrategy
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
-from lightning_gc.local_steps.rendezvous import Rendezvous
-from lightning_gc.local_steps.roll import differing
 from lightning_gc.transports import distributed
 from lightning_gc.transports.base import lengths_of
 from tests.support.fitting import fit

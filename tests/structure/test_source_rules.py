@@ -222,9 +222,10 @@ READ_BY = {
     "controllers/trace.py": {"json.loads"},
     "exchange/peers.py": {"json.loads"},
     "huggingface.py": {"torch.load"},
-    "local_steps/rendezvous.py": {"json.loads"},
-    "local_steps/roll.py": {"json.loads"},
-    "local_steps/snapshot.py": {"json.loads", "safetensors.torch.load"},
+    "elastic/rendezvous.py": {"json.loads"},
+    "elastic/roll.py": {"json.loads"},
+    "elastic/snapshot.py": {"json.loads", "safetensors.torch.load"},
+    "elastic/sockets.py": {"json.loads"},
     "methods/method.py": {"yaml.safe_load"},  # values of fields that the user types
     "methods/sections.py": {"yaml.safe_load"},
     "methods/yaml_config.py": {"json.loads"},

@@ -20,6 +20,8 @@ from lightning_gc.core.combinations import judge
 from lightning_gc.core.copies import Single
 from lightning_gc.core.saved_state import each_tensor
 from lightning_gc.core.settings import parted, takes_fields
+from lightning_gc.elastic.roll import Entrance, Roll, Round
+from lightning_gc.elastic.snapshot import digest_in_words, load_snapshot, snapshot_of
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps_strategy import LocalHooks
@@ -32,9 +34,7 @@ from lightning_gc.lightning.simulation.simulated_workers import (
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_shards, with_held
-from lightning_gc.local_steps.roll import Entrance, Roll, Round
 from lightning_gc.local_steps.simulated_clock import SimulatedClock
-from lightning_gc.local_steps.snapshot import digest_in_words, load_snapshot, snapshot_of
 from lightning_gc.local_steps.unequal import check_speeds
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme

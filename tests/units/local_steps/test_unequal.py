@@ -27,6 +27,7 @@ from lightning_gc import (
     Unequal,
 )
 from lightning_gc.compressors import Compressor
+from lightning_gc.elastic.roll import Round
 from lightning_gc.exchange.workers import Workers, configure
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
@@ -34,7 +35,6 @@ from lightning_gc.lightning.for_pytorch_lightning import (
 )
 from lightning_gc.lightning.simulation.simulated_local_steps import Exchanges
 from lightning_gc.local_steps.local_rounds import CommonState, LocalRounds, OwnState
-from lightning_gc.local_steps.roll import Round
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.local_steps.simulated_clock import SimulatedClock
 from lightning_gc.local_steps.unequal import resting
