@@ -97,11 +97,8 @@ class Simulated:
         else:
             replies = self._mean_shard([r for r in requests if isinstance(r, MeanShard)])
         sent = [now - then for now, then in zip(self.sent_bytes, before, strict=True)]
-        received = sent  # in a ring
-        if isinstance(first, Gather) and self.workers > 1:  # each sends all others the same
-            received = [(sum(sent) - own) // (self.workers - 1) for own in sent]
-        elif isinstance(first, Exchange):
-            received = self._arrived
+        # In a ring one worker's most is another's.
+        received = self._arrived if isinstance(first, Exchange) else sent
         self.busiest = max(sent), max(received)
         return replies
 
