@@ -213,9 +213,10 @@ def main() -> int:
         draw(json.loads(options.redraw.read_text())["rows"], options.redraw.with_suffix(".svg"))
         return 0
     names = sorted({DENSE, *options.methods}, key=lambda name: (name != DENSE, name))
-    settings = [getattr(options, name) for name in ("epochs", "steps", "hidden", "workers", "seed")]
+    shared = ("epochs", "steps", "hidden", "workers", "seed")
+    settings = {name: getattr(options, name) for name in shared}
     tasks = [
-        Task(name, rate, *settings)
+        Task(name, rate, **settings)
         for name in names
         for rate in (DIRECTION_RATES if is_direction(compressor(name)) else RATES)
     ]

@@ -39,7 +39,6 @@ from lightning_gc import (
     QSGD,
     LocalStepsStrategy,
     NetworkModel,
-    RadialDirectional,
     SimulatedLocalStepsStrategy,
     Unequal,
 )
@@ -67,7 +66,6 @@ ARMS: dict[str, dict[str, Any]] = {
     EQUAL: {},
     "H by speed, equal weights": {"unequal": Unequal(weigh="equal")},
     "H by speed, weighted by steps": {"unequal": Unequal()},
-    "H by speed, norm and direction": {"unequal": Unequal(), "outer": RadialDirectional()},
     "H by speed, median clip": {"unequal": Unequal(median_clip=True)},
     "equal H, grace of 0.1 s": {"unequal": Unequal(pace="equal", grace=0.1)},
 }

@@ -22,13 +22,11 @@ from .base import Observation as Observation
 from .base import Point as Point
 from .base import Weighed as Weighed
 from .budget import Budget as Budget
-from .by_size import BySize as BySize
 from .bytes_budget import BytesBudget as BytesBudget
 from .chain import Chain as Chain
 from .congestion_aimd import CongestionAIMD as CongestionAIMD
 from .dqsgd import DQSGD as DQSGD
 from .dynamic_bit_width import DynamicBitWidth as DynamicBitWidth
-from .estimated_threshold import EstimatedThreshold as EstimatedThreshold
 from .fixed import Fixed as Fixed
 from .gain_search import GainSearch as GainSearch
 from .layer_budget import LayerBudget as LayerBudget
@@ -44,7 +42,6 @@ __all__ = [
     "Auto",
     "BandwidthAware",
     "Budget",
-    "BySize",
     "BytesBudget",
     "Chain",
     "Candidate",
@@ -54,7 +51,6 @@ __all__ = [
     "Curve",
     "Decision",
     "DynamicBitWidth",
-    "EstimatedThreshold",
     "ExchangeRecord",
     "Fixed",
     "GainSearch",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import Settings
 
 State = dict[str, Any]
@@ -205,8 +206,8 @@ class Observation:
         gradient_dissimilarity: ``mean_i‖∇f_i − ∇f‖²`` over workers i, estimated at the same time.
         levels: parameter name -> level in force since the last decision, after clamping.
         error_curves: parameter name -> error and bytes by level, of worker 0's gradients summed
-            over the epoch, at its end; empty if not declared. Parameters whose gradient is not
-            finite are left out.
+            over the epoch, at its end; empty if not declared. Parameters with a gradient that is
+            not finite are left out.
         step_seconds: mean seconds of a step since the last decision, without validation; mean over
             workers, 0 if not declared. Of simulated workers the sum of their phases.
         phase_seconds: ``"compress"``, ``"communicate"``, ``"wait"``, ``"decode"``, of simulated
@@ -214,8 +215,8 @@ class Observation:
             ``"communicate"`` is the least of all workers, and ``"wait"`` what it takes longer in
             the mean: a worker that comes early waits for the slowest. On CUDA they are too small:
             only steps that ``CompressionMonitor`` logs are timed, and all steps are counted.
-        exchanges: the latest requests since the last decision, 64 at most, of the worker whose
-            requests took least, so that they contain the least waiting; empty if not declared. On
+        exchanges: the latest requests since the last decision, 64 at most, of the worker with
+            the shortest requests, so that they contain the least waiting; empty if not declared. On
             CUDA the latest that the device has finished since then.
         latency_us: of a message, fitted to ``exchanges``; 0 without exchanges.
         bandwidth_gbps: in 10⁹ bits per second, fitted to ``exchanges``; a lower bound if all
@@ -419,19 +420,13 @@ class Controller(Settings, abc.ABC):
 
     def check(self, knob: KnobLike | None) -> None:
         """Raise ValueError if this controller cannot set the compressor's knob."""
-        if knob is None:
-            raise ValueError(
-                f"{self!r} sets a compressor's level, but this compressor has no level; use one "
-                f"with a level, such as TopK(0.01), or leave the controller out."
-            )
-        for level in self.known_levels():
-            if level is not None and not knob.low <= level <= knob.high:
-                usual = min(max(4 if knob.low >= 1 else 0.01, knob.low), knob.high)
-                raise ValueError(
-                    f"{self!r}: the level {level!r} is outside the range of this compressor's "
-                    f"{knob.field}, {knob.low:g} to {knob.high:g}; give levels from there, such as "
-                    f"{usual:g}."
-                )
+        outside = knob and [
+            level
+            for level in self.known_levels()
+            if level is not None and not knob.low <= level <= knob.high
+        ]
+        usual = knob and min(max(4 if knob.low >= 1 else 0.01, knob.low), knob.high)
+        judge("Controller and level", controller=self, knob=knob, outside=outside, usual=usual)
 
     def _check_level(self, level: Level) -> None:
         """Raise ValueError if a level is invalid for any knob."""

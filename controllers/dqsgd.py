@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_gc.core.combinations import judge
+
 from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State
 
 NEGLIGIBLE = 1e-9
@@ -13,11 +15,8 @@ NEGLIGIBLE = 1e-9
 
 def check_bits_of(controller: Controller, knob: KnobLike | None) -> None:
     """Raise ValueError unless the knob is a quantiser's bits."""
-    if knob is None or knob.field != "bits":
-        has = "has no level" if knob is None else f"has the level {knob.field}"
-        raise ValueError(
-            f"{controller} sets the bits of a quantiser, but this compressor {has}; use QSGD(4)."
-        )
+    has = "has no level" if knob is None else f"has the level {knob.field}"
+    judge("DQSGD and AdaQS", controller=controller, knob=knob, has=has)
 
 
 def check_order(controller: Controller, low: float, first: float, high: float) -> None:
@@ -112,7 +111,7 @@ class DQSGD(Controller):
         return Decision(new["level"], reason=reason, figures={"exact_bits": exact}), new
 
     def _bits(self, epoch: int, norm: float) -> float:
-        """Return the bits, sign included, of an epoch whose gradient has this share of ‖g_0‖."""
+        """Return the bits, sign included, of an epoch with a gradient of this share of ‖g_0‖."""
         most = 2.0**64  # where a long run's weight would leave float64
         growth = min(math.exp(min(-epoch / 2 * math.log(self.alpha), 44.0)) * norm, most)
         return math.log2(1 + (2 ** (self.bits - 1) - 1) * growth) + 1

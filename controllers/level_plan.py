@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Curve, Level, Point
 
 
-class Totals(NamedTuple):
+class PlanCost(NamedTuple):
     """A plan's error and bytes, by the curves.
 
     Attributes:
@@ -54,7 +56,7 @@ def at(curve: Curve, level: float) -> Point:
 
 def totals(
     curves: Mapping[str, Curve], plan: Mapping[str, Level], default: float, relative: bool
-) -> Totals:
+) -> PlanCost:
     """Return error and bytes of a plan; parameters that are not in it have the default."""
     error = nbytes = 0.0
     for name, curve in curves.items():
@@ -62,7 +64,7 @@ def totals(
         point = at(curve, default if level is None else level)
         error += squared(curve, point, relative)
         nbytes += point.nbytes
-    return Totals(error, nbytes)
+    return PlanCost(error, nbytes)
 
 
 def replaced(
@@ -84,10 +86,10 @@ def check_settings(
 ) -> None:
     """Raise ValueError for None or too few levels, one that is not theirs, or epochs below 1."""
     if None in levels:
-        raise ValueError(f"{owner}(levels={tuple(levels)!r}): give numbers, None has no curve.")
+        refuse(owner, "give numbers, None has no curve", levels=tuple(levels))
     if len(set(levels)) < 2:
-        raise ValueError(f"{owner}(levels={tuple(levels)!r}): give two or more to choose from.")
+        refuse(owner, "give two or more to choose from", levels=tuple(levels))
     if level not in levels:
         raise ValueError(f"{owner}({name}={level!r}): it must be one of levels={tuple(levels)!r}.")
     if interval < 1:
-        raise ValueError(f"{owner}(interval={interval!r}): whole epochs, 1 or more.")
+        refuse(owner, "whole epochs, 1 or more", interval=interval)

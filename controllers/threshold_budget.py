@@ -79,6 +79,7 @@ def next_threshold(
     if not past:
         return before
     scale, rest = recent_scale(past), 1 - over
+    # Over the rest of the run s grows at most e-fold, and falls at most to e^−3.
     growth = min(max(_TREND * trend(past), -3 / rest), 1 / rest)
     rates = rates if any(rates) else [1.0] * 100
     floor, parts = _LEAST_RATE * max(rates), len(rates)
@@ -94,6 +95,7 @@ def next_threshold(
     # as a random walk between −λ and λ is spread. So λ falls to where both make what is wanted.
     # Near the end it is not lowered at all: too few steps are left to send less again.
     low, high = before if rest < _LAST * past[-1].share else 0.0, before * _UP
+    # 40 halvings leave less than float32 can distinguish.
     for _ in range(40):
         middle = (low + high) / 2
         sent = walk / middle**2 + max(0.0, 1 - middle / before) ** 2 / steps

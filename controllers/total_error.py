@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import InitVar, dataclass
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Decision, Observation, State
 from .threshold_controller import ThresholdController, nothing_sent
 
@@ -13,10 +15,10 @@ from .threshold_controller import ThresholdController, nothing_sent
 class TotalError(ThresholdController):
     """Set λ of ``HardThreshold`` once, to ``λ = 1 / (2·√(k_min·d))`` for d elements.
 
-    With this λ the paper expects at least the accuracy of Top-k at density ``k_min``: it is
-    ``EstimatedThreshold``'s formula with the root over the gradient's statistics set to 1/4. It
-    does not see gradients. If they are much smaller, no element reaches λ, and the controller warns
-    after the first epoch.
+    With this λ the paper expects at least the accuracy of Top-k at density ``k_min``. The paper's
+    longer formula is ``(2/√k)·√((2d/k + M)·ζ² + σ²)`` with ``k = k_min·d``, and this is the formula
+    with its second root set to 1/4. λ does not depend on gradients. If gradients are much smaller,
+    no element reaches λ, and the controller warns after the first epoch.
 
     What is proved of a constant λ: for a *fixed* sequence of tensors a_t, without error feedback,
     and any number of elements, there is one that leaves the least ``Σ‖a_t − C(a_t)‖²`` of all
@@ -28,7 +30,7 @@ class TotalError(ThresholdController):
 
     Args:
         k_min: density of the Top-k to compare with, in (0, 1].
-        estimate_epochs: refused; use ``EstimatedThreshold``.
+        estimate_epochs: refused; use ``TotalErrorBudget``.
         budget: refused; use ``TotalErrorBudget``.
         initial: refused; use ``TotalErrorBudget``.
 
@@ -61,11 +63,12 @@ class TotalError(ThresholdController):
                 f"class; use TotalErrorBudget(budget={budget!r}, initial={initial!r})."
             )
         if estimate_epochs:
-            raise ValueError(
-                f"TotalError(estimate_epochs={estimate_epochs!r}): the estimated threshold has a "
-                f"separate class; use EstimatedThreshold(k_min={self.k_min!r}, "
-                f"epochs={estimate_epochs!r})."
+            why = (
+                "the estimated threshold is gone, since it had 2 to 5 times the total error of a "
+                f"constant one; use TotalErrorBudget({self.k_min!r}), which sends that share of "
+                "all elements"
             )
+            refuse("TotalError", why, estimate_epochs=estimate_epochs)
         self._check_density("k_min", self.k_min)
 
     def init(self) -> State:

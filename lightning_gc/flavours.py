@@ -48,7 +48,7 @@ def _imported(among: Mapping[str, str]) -> str | None:
     """Return the package that has been imported; of several, the one that the program uses.
 
     A library, such as MLflow, may import the other one. So where both are there, look who asks:
-    the nearest caller whose variables are of one package only, then the program's own file.
+    the nearest caller with variables of one package only, then the program's own file.
     """
     found = [name for name in among if sys.modules.get(name)]
     if len(found) < 2:

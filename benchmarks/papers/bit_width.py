@@ -188,5 +188,10 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 if __name__ == "__main__":
     data = "CIFAR-10 as an .npz, as examples/vision.py reads it; digits need none"
-    parts = (ABOUT, cells, train, page, claims, draw)
-    sys.exit(frame.main(Experiment("bit_width", *parts, data=data, before=before)))
+    sys.exit(
+        frame.main(
+            Experiment(
+                "bit_width", ABOUT, cells, train, page, claims, draw, data=data, before=before
+            )
+        )
+    )

@@ -104,8 +104,19 @@ def main() -> int:
     if options.draws < 1:
         parser.error("--draws must be at least 1.")
     all_cells = functools.partial(cells, draws=options.draws)
-    parts = (ABOUT, all_cells, train, page.page, page.claims, page.draw)
-    return frame.main(Experiment("equal_budgets", *parts, before=before, after=page.write_html))
+    return frame.main(
+        Experiment(
+            "equal_budgets",
+            ABOUT,
+            all_cells,
+            train,
+            page.page,
+            page.claims,
+            page.draw,
+            before=before,
+            after=page.write_html,
+        )
+    )
 
 
 if __name__ == "__main__":

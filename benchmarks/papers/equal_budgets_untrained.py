@@ -200,8 +200,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--rows", type=Path, default=frame.RESULTS / "equal_budgets.jsonl")
     options, sys.argv[1:] = parser.parse_known_args()
-    parts = (functools.partial(cells, rows=options.rows), train, page, claims, draw)
-    return frame.main(Experiment("equal_budgets_untrained", ABOUT, *parts, seeds=1))
+    return frame.main(
+        Experiment(
+            "equal_budgets_untrained",
+            ABOUT,
+            functools.partial(cells, rows=options.rows),
+            train,
+            page,
+            claims,
+            draw,
+            seeds=1,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -316,5 +316,6 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 
 if __name__ == "__main__":
-    parts = (ABOUT, cells, train, page, claims, draw)
-    sys.exit(frame.main(Experiment("goodput", *parts, before=before)))
+    sys.exit(
+        frame.main(Experiment("goodput", ABOUT, cells, train, page, claims, draw, before=before))
+    )

@@ -1,10 +1,9 @@
-"""Levels by layer: LayerBudget's plans and BySize, beside common levels of as many bytes.
+"""Levels by layer: LayerBudget's plans, compared with common levels of as many bytes.
 
     python benchmarks/papers/layers.py --data cifar10.npz
 
-L-GreCo reports fewer bytes at equal accuracy; LEGACY, which sorts layers by size, better accuracy
-at equal bytes. Bytes of a plan are not chosen, so loss at its bytes is read off the line between
-the common levels.
+L-GreCo reports fewer bytes at equal accuracy. Bytes of a plan are not chosen, so loss at its bytes
+is read off the line between the common levels.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from matplotlib.figure import Figure
 
 from lightning_gc import QSGD, PowerSGD, TopK
 from lightning_gc.compressors import Compressor
-from lightning_gc.controllers import BySize, Controller, Fixed, LayerBudget
+from lightning_gc.controllers import Controller, Fixed, LayerBudget
 from lightning_gc.methods import plot_style
 
 TASKS: dict[str, Cell] = {
@@ -31,20 +30,18 @@ TASKS: dict[str, Cell] = {
     "digits": {"rate": 0.05, "epochs": 10, "width": 16, "workers": 2, "batch": 16},
     "cifar": {"rate": 0.1, "epochs": 10, "width": 8, "workers": 2, "batch": 32, "share": 0.1},
 }
-LARGE = {"words": 20_000, "digits": 16_384, "cifar": 8_192}  # elements, for BySize
 # Knob -> compressor, common levels in ascending order of bytes, the plans' reference and levels.
 KNOBS: dict[str, tuple[Compressor, tuple[float, ...], float, tuple[float, ...]]] = {
     "rank": (PowerSGD(), (1, 2, 3, 4), 4, (1, 2, 3, 4, 6, 8)),
     "bits": (QSGD(), (2, 3, 4, 5), 4, (2, 3, 4, 5, 6, 8)),
     "density": (TopK(), (0.001, 0.003, 0.01, 0.02), 0.01, (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)),
 }
-ABSOLUTE, RELATIVE, BY_SIZE = "plan", "plan, relative errors", "by size"
+ABSOLUTE, RELATIVE = "plan", "plan, relative errors"
 ENOUGH = 0.85  # of the reference's bytes
 ABOUT = f"""
 `LayerBudget` makes a plan at the end of each epoch: fewest bytes at the squared error of a common
 level, its reference (rank 4, 4 bits, density 1 %). `{RELATIVE}` weighs each parameter's error by
-1/‖x‖². `{BY_SIZE}` is `BySize` over `TopK`: 3 % of small parameters, 0.7 % of large ones. Beside
-them common levels, for the whole run.
+1/‖x‖². Beside them common levels, for the whole run.
 
 *words*: the demo's language model (64 units, 5 epochs of Python's documentation, clipped SGD whose
 rate falls in a line to zero). *digits*: the ResNet of examples/vision.py (width 16, 10 epochs,
@@ -56,30 +53,26 @@ logarithm of bytes), seed by seed; negative is better.
 """
 
 
-def plans(knob: str, task: str) -> dict[str, Controller]:
+def plans(knob: str) -> dict[str, Controller]:
     """Return what is compared with common levels."""
     _, _, reference, levels = KNOBS[knob]
-    found: dict[str, Controller] = {
+    return {
         ABSOLUTE: LayerBudget(reference, levels),
         RELATIVE: LayerBudget(reference, levels, relative=True),
     }
-    if knob == "density":
-        found[BY_SIZE] = BySize({1024: 0.03, LARGE[task]: 0.007})
-    return found
 
 
 def cells(seeds: int) -> list[Cell]:
     """Return all tasks, knobs and arms."""
-    arms = {task: [("none", "none")] for task in TASKS}
-    for task, of_task in arms.items():
-        for knob, (_, levels, *_) in KNOBS.items():
-            of_task += [(knob, f"{level:g}") for level in levels]
-            of_task += [(knob, name) for name in plans(knob, task)]
+    arms = [("none", "none")]
+    for knob, (_, levels, *_) in KNOBS.items():
+        arms += [(knob, f"{level:g}") for level in levels]
+        arms += [(knob, name) for name in plans(knob)]
     return [
         {"task": task, "knob": knob, "arm": arm, **TASKS[task], "seed": seed}
         for task in TASKS
         for seed in range(seeds)
-        for knob, arm in arms[task]
+        for knob, arm in arms
     ]
 
 
@@ -87,7 +80,7 @@ def train(cell: Cell, data: Path | None) -> Row:
     """Run one cell."""
     method = tasks.Method()
     if cell["knob"] != "none":
-        planned = plans(cell["knob"], cell["task"]).get(cell["arm"])
+        planned = plans(cell["knob"]).get(cell["arm"])
         controller = Fixed(float(cell["arm"])) if planned is None else planned
         method = tasks.Method(KNOBS[cell["knob"]][0], None, controller)
     if cell["task"] == "words":
@@ -133,7 +126,7 @@ def page(rows: list[Row]) -> str:
             arms = dict.fromkeys(row["arm"] for row in where(rows, task=task, knob=knob))
             for arm in arms:
                 runs = where(rows, task=task, knob=knob, arm=arm)
-                planned = knob != "none" and arm in plans(knob, task)
+                planned = knob != "none" and arm in plans(knob)
                 lines.append(
                     [
                         knob,
@@ -154,13 +147,12 @@ def claims(rows: list[Row]) -> list[Claim]:
     found = []
     for task in TASKS:
         for knob in KNOBS:
-            for name in plans(knob, task):
+            for name in plans(knob):
                 runs = where(rows, task=task, knob=knob, arm=name)
                 reference = where(rows, task=task, knob=knob, arm=f"{KNOBS[knob][2]:g}")
                 if min(len(runs), len(reference)) < 2 or not share(rows, runs):
                     continue
-                if name != BY_SIZE:
-                    found.append(saves(f"{task}, {knob}, {name}", rows, runs, reference))
+                found.append(saves(f"{task}, {knob}, {name}", rows, runs, reference))
                 gaps = apart(rows, runs)
                 said = verdict(gaps, [0.0] * len(gaps))
                 what = f"{task}, {knob}, {name}: better than a common level of as many bytes"
@@ -192,7 +184,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
                 where(rows, task=task, knob=knob, arm=f"{level:g}") for level in KNOBS[knob][1]
             ]
             _dots(ax, [runs for runs in common if runs], "o-", colour, f"{knob}, common")
-            for mark, name in zip("^vs", plans(knob, task), strict=False):
+            for mark, name in zip("^v", plans(knob), strict=True):
                 runs = where(rows, task=task, knob=knob, arm=name)
                 _dots(ax, [runs] if runs else [], mark, colour, f"{knob}, {name}")
         plot_style.plain_log(ax.xaxis)
@@ -208,6 +200,19 @@ def _dots(ax: Axes, groups: list[list[Row]], how: str, colour: str, label: str) 
 
 
 if __name__ == "__main__":
-    parts = ("layers", ABOUT, cells, train, page, claims, draw)
     free = frozenset({"words", "digits"})
-    sys.exit(frame.main(Experiment(*parts, data="an .npz file of CIFAR-10", free=free)))
+    sys.exit(
+        frame.main(
+            Experiment(
+                "layers",
+                ABOUT,
+                cells,
+                train,
+                page,
+                claims,
+                draw,
+                data="an .npz file of CIFAR-10",
+                free=free,
+            )
+        )
+    )

@@ -95,6 +95,9 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 
 if __name__ == "__main__":
-    parts = (ABOUT, cells, train, page, claims, draw)
     before = functools.partial(tuned_rate.trials, rates=RATES)
-    sys.exit(frame.main(Experiment("local_delay", *parts, before=before)))
+    sys.exit(
+        frame.main(
+            Experiment("local_delay", ABOUT, cells, train, page, claims, draw, before=before)
+        )
+    )

@@ -285,5 +285,8 @@ if __name__ == "__main__":
     if LAUNCHES in sys.argv:
         print_launches(sys.argv[2], int(sys.argv[3]))
         sys.exit()
-    parts = (ABOUT, cells, train, page, claims, draw)
-    sys.exit(frame.main(Experiment("many_workers", *parts, before=before)))
+    sys.exit(
+        frame.main(
+            Experiment("many_workers", ABOUT, cells, train, page, claims, draw, before=before)
+        )
+    )

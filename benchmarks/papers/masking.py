@@ -119,6 +119,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 
 if __name__ == "__main__":
-    parts = (ABOUT, cells, train, page, claims, draw)
     before = functools.partial(tuned_rate.trials, rates=RATES)
-    sys.exit(frame.main(Experiment("masking", *parts, before=before)))
+    sys.exit(
+        frame.main(Experiment("masking", ABOUT, cells, train, page, claims, draw, before=before))
+    )

@@ -112,5 +112,4 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 
 if __name__ == "__main__":
-    parts = (ABOUT, cells, train, page, claims, draw)
-    sys.exit(frame.main(Experiment("narrow_errors", *parts)))
+    sys.exit(frame.main(Experiment("narrow_errors", ABOUT, cells, train, page, claims, draw)))

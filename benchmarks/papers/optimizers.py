@@ -380,5 +380,10 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 
 if __name__ == "__main__":
-    parts = (ABOUT, cells, train, page, claims, draw)
-    sys.exit(frame.main(Experiment("optimizers", *parts, before=before, after=document)))
+    sys.exit(
+        frame.main(
+            Experiment(
+                "optimizers", ABOUT, cells, train, page, claims, draw, before=before, after=document
+            )
+        )
+    )

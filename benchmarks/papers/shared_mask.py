@@ -233,6 +233,9 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 
 if __name__ == "__main__":
-    parts = (ABOUT, cells, train, page, claims, draw)
     before = functools.partial(tuned_rate.trials, rates=RATES)
-    sys.exit(frame.main(Experiment("shared_mask", *parts, before=before)))
+    sys.exit(
+        frame.main(
+            Experiment("shared_mask", ABOUT, cells, train, page, claims, draw, before=before)
+        )
+    )

@@ -136,5 +136,6 @@ def train(cell: Cell, data: Path | None) -> Row:
 
 
 if __name__ == "__main__":
-    parts = (ABOUT, cells, train, page.page, page.claims, page.draw)
-    sys.exit(frame.main(Experiment("thesis", *parts)))
+    sys.exit(
+        frame.main(Experiment("thesis", ABOUT, cells, train, page.page, page.claims, page.draw))
+    )

@@ -31,7 +31,6 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import (
     Controller,
     Decision,
-    EstimatedThreshold,
     Fixed,
     Needs,
     Observation,
@@ -41,9 +40,9 @@ from lightning_gc.controllers import (
 from lightning_gc.methods import plot_style
 
 TOP, CONSTANT, ROOT_S, ROOT = "Top-k", "constant λ", "λ ∝ √s", "λ ∝ √(s/γ)"
-BUDGET, EVEN, SIMPLE, ESTIMATED = "budget", "even budget", "simple λ", "estimated λ"
-ARMS = (TOP, CONSTANT, ROOT_S, ROOT, BUDGET, EVEN, SIMPLE, ESTIMATED)
-MATCHED = ARMS[:6]  # the others choose their density themselves
+BUDGET, EVEN, SIMPLE = "budget", "even budget", "simple λ"
+ARMS = (TOP, CONSTANT, ROOT_S, ROOT, BUDGET, EVEN, SIMPLE)
+MATCHED = ARMS[:6]  # the last chooses its density itself
 PARTS, LEAST_RATE = 100, 0.02  # of the run; of the highest rate, in courses
 
 # Density -> task; the shared settings of a task.
@@ -64,9 +63,9 @@ standardised, constant rate.
 `{CONSTANT}`, `{ROOT_S}` and `{ROOT}` are found in hindsight: γ is the rate, s the root mean square
 of local gradients in Top-k's run, smoothed; their factor is bisected until the density is
 Top-k's within 1 %. `{BUDGET}` is `TotalErrorBudget`, `{EVEN}` its rule before (a constant density),
-both told Top-k's density. `{SIMPLE}` is `TotalError(k_min)`, `{ESTIMATED}` `EstimatedThreshold`;
-they choose their density themselves. Σγ²‖e‖² is in units of the update (paper 004, Remark 4 and its
-convergence bound), Σ‖e‖² in those of the gradient; both as multiples of `{CONSTANT}`'s.
+both told Top-k's density. `{SIMPLE}` is `TotalError(k_min)`, which chooses its
+density itself. Σγ²‖e‖² is in units of the update (paper 004, Remark 4 and its convergence bound),
+Σ‖e‖² in those of the gradient; both as multiples of `{CONSTANT}`'s.
 """
 
 
@@ -158,18 +157,33 @@ def course(arm: str, top: Row) -> list[float]:
     return [float(value) for value in np.sqrt(smooth / slow)]
 
 
-def matched(run: Callable[[float], Row], factor: float, target: float) -> Row:
-    """Return the run whose density is the target's within 1 %, by secants in logarithms."""
+def matched(
+    run: Callable[[float], Row],
+    factor: float,
+    target: float,
+    figure: str = "density",
+    slope: float = -1.5,
+) -> Row:
+    """Return the run whose figure is the target's within 1 %, by secants in logarithms.
+
+    Args:
+        run: trains with a factor.
+        factor: to begin with.
+        target: what the figure is to be.
+        figure: of the row.
+        slope: of its logarithm over the factor's, until two runs tell.
+    """
     tried: list[tuple[float, float, Row]] = []
     for _ in range(7):
         row = run(factor)
-        off = math.log(max(row["density"], 1e-9) / target)
+        off = math.log(max(row[figure], 1e-9) / target)
         tried.append((math.log(factor), off, row))
         if abs(off) < 0.01:
             break
         (x, y, _), *others = sorted(tried, key=lambda point: abs(point[1]))
-        slope = (y - others[0][1]) / (x - others[0][0]) if others and x != others[0][0] else -1.5
-        factor = math.exp(x - y / min(max(slope, -4.0), -0.4))
+        seen = (y - others[0][1]) / (x - others[0][0]) if others and x != others[0][0] else slope
+        steep = min(max(seen / math.copysign(1.0, slope), 0.4), 4.0)
+        factor = math.exp(x - y / math.copysign(steep, slope))
     best = min(tried, key=lambda point: abs(point[1]))
     return {**best[2], "tries": len(tried), "factor": math.exp(best[0])}
 
@@ -186,7 +200,6 @@ def train(cell: Cell, data: Path | None) -> Row:
         BUDGET: lambda: TotalErrorBudget(target),
         EVEN: lambda: EvenBudget(target),
         SIMPLE: lambda: TotalError(aim),
-        ESTIMATED: lambda: EstimatedThreshold(aim, epochs=1),
     }
     if arm in controllers:
         return trained(cell, HardThreshold(), controllers[arm](), data)

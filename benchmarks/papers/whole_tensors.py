@@ -209,5 +209,8 @@ def draw(rows: list[Row], figure: Figure) -> None:
 
 
 if __name__ == "__main__":
-    parts = (ABOUT, cells, train, page, claims, draw)
-    sys.exit(frame.main(Experiment("whole_tensors", *parts, before=before)))
+    sys.exit(
+        frame.main(
+            Experiment("whole_tensors", ABOUT, cells, train, page, claims, draw, before=before)
+        )
+    )

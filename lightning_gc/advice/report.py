@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lightning_gc.advice.prediction import Prediction, shortlist
-from lightning_gc.controllers import BySize, Plan
+from lightning_gc.controllers import Plan
 from lightning_gc.core.registry import given_fields, path_of
 from lightning_gc.exchange.timeline import Timeline
 from lightning_gc.methods import plot_style
@@ -150,7 +150,7 @@ def _as_yaml(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     fields = {name: _as_yaml(each) for name, each in given_fields(value).items()}
-    if isinstance(value, Plan | BySize):
+    if isinstance(value, Plan):
         fields["levels"] = dict(value.levels)
     return {"class_path": path_of(type(value)), **({"init_args": fields} if fields else {})}
 

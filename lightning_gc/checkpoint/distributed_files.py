@@ -16,7 +16,7 @@ import os
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import torch
 
 from lightning_gc.checkpoint import side_files
 from lightning_gc.checkpoint.side_files import (
-    Ranks,
+    AnyHost,
     in_short,
     on_all_ranks,
     reading,
@@ -44,7 +44,7 @@ _OF_RANK = re.compile(r"__(\d+)_.*")
 _BLOCK = 1 << 20
 
 
-def record_files(host: Ranks, target: Path, folder: Path) -> None:
+def record_files(host: AnyHost, target: Path, folder: Path) -> None:
     """Write the checksums of a complete distributed checkpoint's files to ``folder``.
 
     Each rank reads back the files that it has written.
@@ -76,7 +76,7 @@ def record_files(host: Ranks, target: Path, folder: Path) -> None:
     on_all_ranks(host, problem, write)
 
 
-def check_files(host: Ranks, target: Path, *, recorded: bool, safely: bool) -> bool:
+def check_files(host: AnyHost, target: Path, *, recorded: bool, safely: bool) -> bool:
     """Check a distributed checkpoint before it is loaded; each rank reads some of its files.
 
     Args:
@@ -150,7 +150,7 @@ def _is_of_checkpoint(name: str) -> bool:
     return name in (LAST, METADATA) or name.endswith(".distcp")
 
 
-def _share(names: Iterable[str], host: Ranks) -> list[str]:
+def _share(names: Iterable[str], host: AnyHost) -> list[str]:
     """Return the files that this rank reads: where possible, the ones that it has written."""
 
     def reader(name: str) -> int:
@@ -193,9 +193,6 @@ _CALLED = {
         for system in ("Posix", "Windows")
     ),
 }
-_PUSHED = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class Unread(ValueError):
@@ -274,78 +271,98 @@ def _check_sums(data: bytes) -> None:
             raise ValueError(f"its record {damaged} is damaged")
 
 
-def _plain(data: bytes) -> Any:  # noqa: C901, PLR0915 - a branch for each opcode
-    """Parse a pickle into plain values, with ``_Named`` for objects; import and call nothing."""
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
+class _Unpickled:
+    """The values of a pickle, with ``_Named`` for objects; imports and calls nothing."""
 
-    def since_mark() -> list[Any]:
-        start = marks.pop()
-        items = stack[start:]
-        del stack[start:]
-        return items
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
 
+    def taken(self, count: int) -> list[Any]:
+        return [self.stack.pop() for _ in range(count)][::-1]
+
+    def since_mark(self) -> list[Any]:
+        return self.taken(len(self.stack) - self.marks.pop())
+
+    def extend(self, items: list[Any]) -> None:
+        _is(self.stack[-1], list).extend(items)
+
+    def update(self, items: list[Any]) -> None:
+        _is(self.stack[-1], dict).update(zip(items[::2], items[1::2], strict=True))
+
+    def name(self, words: list[str]) -> None:
+        self.stack.append(_known(".".join(words)))
+
+    def make(self) -> None:
+        arguments, named = self.stack.pop(), _is(self.stack.pop(), _Named)
+        if arguments != () or named.made or named.name not in _RECORDS:
+            raise Unread(f"makes {named.name} with arguments, which torch does not write")
+        self.stack.append(_Named(named.name, made=True))
+
+    def call(self) -> None:
+        arguments, named = _is(self.stack.pop(), tuple), _is(self.stack.pop(), _Named)
+        if named.made or named.name not in _CALLED:
+            raise Unread(f"calls {named.name}, which torch does not write")
+        made = _Named(named.name, made=True, fields=arguments)
+        self.stack.append(_is(arguments[0], tuple) if named.name == _SIZE else made)
+
+    def fill(self) -> None:
+        fields, target = self.stack.pop(), _is(self.stack[-1], _Named)
+        if not target.made or target.fields is not None:
+            raise Unread(f"changes {target.name}, which torch does not write")
+        target.fields = _is(fields, tuple if target.name.endswith("TensorProperties") else dict)
+
+
+_ACTS: dict[str, Callable[[_Unpickled, Any], None]] = {
+    **dict.fromkeys(("PROTO", "FRAME"), lambda found, value: None),
+    **dict.fromkeys(
+        ("SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+        lambda found, value: found.stack.append(value),
+    ),
+    "NONE": lambda found, value: found.stack.append(None),
+    "NEWTRUE": lambda found, value: found.stack.append(True),
+    "NEWFALSE": lambda found, value: found.stack.append(False),
+    "EMPTY_DICT": lambda found, value: found.stack.append({}),
+    "EMPTY_LIST": lambda found, value: found.stack.append([]),
+    "EMPTY_TUPLE": lambda found, value: found.stack.append(()),
+    "TUPLE1": lambda found, value: found.stack.append(tuple(found.taken(1))),
+    "TUPLE2": lambda found, value: found.stack.append(tuple(found.taken(2))),
+    "TUPLE3": lambda found, value: found.stack.append(tuple(found.taken(3))),
+    "TUPLE": lambda found, value: found.stack.append(tuple(found.since_mark())),
+    "MARK": lambda found, value: found.marks.append(len(found.stack)),
+    "MEMOIZE": lambda found, value: found.memo.update({len(found.memo): found.stack[-1]}),
+    **dict.fromkeys(
+        ("BINPUT", "LONG_BINPUT"),
+        lambda found, value: found.memo.update({int(value): found.stack[-1]}),
+    ),
+    **dict.fromkeys(
+        ("BINGET", "LONG_BINGET"), lambda found, value: found.stack.append(found.memo[int(value)])
+    ),
+    "APPEND": lambda found, value: found.extend(found.taken(1)),
+    "APPENDS": lambda found, value: found.extend(found.since_mark()),
+    "SETITEM": lambda found, value: found.update(found.taken(2)),
+    "SETITEMS": lambda found, value: found.update(found.since_mark()),
+    "GLOBAL": lambda found, value: found.name(_is(value, str).split(" ", 1)),
+    "STACK_GLOBAL": lambda found, value: found.name(found.taken(2)),
+    "NEWOBJ": lambda found, value: found.make(),
+    "REDUCE": lambda found, value: found.call(),
+    "BUILD": lambda found, value: found.fill(),
+}
+"""What each opcode of torch's writer does with the stack and its own value."""
+
+
+def _plain(data: bytes) -> Any:
+    """Return what a pickle says, as plain values and ``_Named``."""
+    found = _Unpickled()
     for opcode, argument, _ in pickletools.genops(data):
-        name, value = opcode.name, argument
-        if name in ("PROTO", "FRAME"):
-            continue
-        if name == "STOP":
+        if opcode.name == "STOP":
             break
-        if name == "MARK":
-            marks.append(len(stack))
-        elif name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[int(value)] = stack[-1]  # type: ignore[arg-type]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[int(value)])  # type: ignore[arg-type]
-        elif name in _PUSHED:
-            stack.append(value)
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name == "EMPTY_DICT":
-            stack.append({})
-        elif name == "EMPTY_LIST":
-            stack.append([])
-        elif name in _TUPLES:
-            count = _TUPLES[name]
-            items = [stack.pop() for _ in range(count)]
-            stack.append(tuple(reversed(items)))
-        elif name == "TUPLE":
-            stack.append(tuple(since_mark()))
-        elif name in ("APPEND", "APPENDS"):
-            items = [stack.pop()] if name == "APPEND" else since_mark()
-            _is(stack[-1], list).extend(items)
-        elif name in ("SETITEM", "SETITEMS"):
-            items = [stack.pop(), stack.pop()][::-1] if name == "SETITEM" else since_mark()
-            _is(stack[-1], dict).update(zip(items[::2], items[1::2], strict=True))
-        elif name in ("STACK_GLOBAL", "GLOBAL"):
-            if name == "GLOBAL":
-                words = _is(value, str).split(" ", 1)
-            else:
-                words = [stack.pop(), stack.pop()][::-1]
-            stack.append(_known(".".join(words)))
-        elif name == "NEWOBJ":
-            arguments, named = stack.pop(), _is(stack.pop(), _Named)
-            if arguments != () or named.made or named.name not in _RECORDS:
-                raise Unread(f"makes {named.name} with arguments, which torch does not write")
-            stack.append(_Named(named.name, made=True))
-        elif name == "REDUCE":
-            arguments, named = _is(stack.pop(), tuple), _is(stack.pop(), _Named)
-            if named.made or named.name not in _CALLED:
-                raise Unread(f"calls {named.name}, which torch does not write")
-            made = _Named(named.name, made=True, fields=arguments)
-            stack.append(_is(arguments[0], tuple) if named.name == _SIZE else made)
-        elif name == "BUILD":
-            fields, target = stack.pop(), _is(stack[-1], _Named)
-            if not target.made or target.fields is not None:
-                raise Unread(f"changes {target.name}, which torch does not write")
-            target.fields = _is(fields, tuple if target.name.endswith("TensorProperties") else dict)
-        else:
-            raise Unread(f"has the pickle opcode {name}, which torch does not write")
-    (found,) = stack
-    return found
+        if opcode.name not in _ACTS:
+            raise Unread(f"has the pickle opcode {opcode.name}, which torch does not write")
+        _ACTS[opcode.name](found, argument)
+    (value,) = found.stack
+    return value
 
 
 def _known(name: str) -> _Named:

@@ -44,7 +44,7 @@ from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
     FILE_NAME,
     SHARED,
-    Layout,
+    SavedDict,
     WorkerState,
     check_same,
     on_host,
@@ -72,13 +72,13 @@ _MESH = Leaf(
 )
 _SHAPE = Listed(WHOLE)
 _ABOUT = Record({"shape": _SHAPE, "offsets": _SHAPE, "sizes": _SHAPE, CHECKSUM: TEXT})
-MAIN = Layout(
+MAIN = SavedDict(
     SHARED | {"mesh": _MESH, "run": TEXT, "stem": FILE_NAME, "files": Listed(TEXT)}, key=SHARDED
 )
 """Structure of ``"lightning_gc"`` in a checkpoint of a sharded model."""
 # The parts of TENSORS, the file's last entry; each part has its tensor's checksum. A rank that
 # needs some of another rank's tensors reads and checks only these.
-FILE = Layout({"rank": WHOLE, "run": TEXT, "stem": TEXT, "parts": Each(_ABOUT)}, key=SHARDED)
+FILE = SavedDict({"rank": WHOLE, "run": TEXT, "stem": TEXT, "parts": Each(_ABOUT)}, key=SHARDED)
 _UNREAD = object()
 _SINCE_EPOCH = "first"  # the only controller statistic that is not a sum over elements: a step
 
@@ -91,7 +91,7 @@ Mesh = tuple[int, int, int]
 _T = TypeVar("_T")
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """A part of a parameter: the parameter's global shape, the part's offsets and shape."""
 
     shape: Shape
@@ -105,7 +105,7 @@ class ShardedHost(Host):
     distributed_form: bool  # a checkpoint is a folder
     mesh_shape: Mesh
     replicate_group: Any
-    shard_parts: dict[str, Part]
+    shard_parts: dict[str, ShardPart]
     way_out: str
     barrier: Callable[..., None]
 
@@ -560,7 +560,7 @@ def _path_of(key: str) -> Path_:
     return tuple(path)
 
 
-def _about(path: Path_, tensor: Tensor, parts: Mapping[str, Part]) -> Tree:
+def _about(path: Path_, tensor: Tensor, parts: Mapping[str, ShardPart]) -> Tree:
     """Return a file's entry for a tensor (``_ABOUT``)."""
     part = _found(path, parts)
     assert part is not None
@@ -579,15 +579,15 @@ class Assembly:
         replicas: replicas to read, in the order in which their parts are added.
     """
 
-    def __init__(self, parts: Mapping[str, Part], replicas: range) -> None:
+    def __init__(self, parts: Mapping[str, ShardPart], replicas: range) -> None:
         self._parts, self._replicas = parts, replicas
         self._sums: dict[Path_, Tensor] = {}
         self._covered: dict[Path_, int] = {}
-        self._added: set[tuple[Path_, int, Part]] = set()
+        self._added: set[tuple[Path_, int, ShardPart]] = set()
         self._unknown: dict[Path_, Tensor] = {}
 
     def add(
-        self, path: Path_, part: Part, replica: int, saved: int, load: Callable[[], Tensor]
+        self, path: Path_, part: ShardPart, replica: int, saved: int, load: Callable[[], Tensor]
     ) -> None:
         """Add a replica's part of a tensor; call ``load`` only if it overlaps this rank's part.
 
@@ -648,7 +648,7 @@ class Assembly:
 def _add(assembly: Assembly, parts: Tree, tensors: Any, replica: int, saved: int) -> None:
     """Add the parts in a file; check each part when it is loaded."""
     for key, about in parts.items():
-        part = Part(*(tuple(about[name]) for name in Part._fields))
+        part = ShardPart(*(tuple(about[name]) for name in ShardPart._fields))
 
         def load(key: str = key, about: Tree = about) -> Tensor:
             tensor: Tensor = tensors[key]

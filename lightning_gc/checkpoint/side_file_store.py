@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_gc.checkpoint import side_files
 from lightning_gc.checkpoint.side_files import (
     KEY,
+    AnyHost,
     Host,
-    Ranks,
     make_atomic,
     on_all_ranks,
     put,
@@ -29,7 +29,7 @@ from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
     FILE_NAME,
     SHARED,
-    Layout,
+    SavedDict,
     WorkerState,
     check_same,
 )
@@ -47,14 +47,14 @@ from lightning_gc.core.saved_state import CHECKSUM, Tree, average, with_checksum
 from lightning_gc.exchange.peers import explaining
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MAIN = Layout(
+MAIN = SavedDict(
     SHARED
     | {"workers": COUNT, "run": TEXT, "stem": FILE_NAME}
     # Shapes of errors by parameter and buffer, and the checksum of each worker's side file.
     | {"shapes": Each(Each(Listed(WHOLE))), "files": Listed(Optional(TEXT))}
 )
-SIDE = Layout({"worker": WHOLE, "workers": WHOLE, "run": TEXT, "stem": TEXT})
-FABRIC = Layout(
+SIDE = SavedDict({"worker": WHOLE, "workers": WHOLE, "run": TEXT, "stem": TEXT})
+FABRIC = SavedDict(
     {
         "stem": FILE_NAME,
         "workers": COUNT,
@@ -424,7 +424,7 @@ class FabricCheckpoint:
     """
 
     handles: Mapping[str, Handle]
-    host: Ranks
+    host: AnyHost
     mode: Literal["full", "mean", "off"]
 
     def save(

@@ -34,7 +34,7 @@ _NAME = re.compile(r"(?P<stem>(?P<base>.+)-step(?P<step>\d+).*)-worker(\d+)of(?P
 _OWNED = re.compile(r"(?P<base>.+)-step\d+.*")  # greedy: our "-step" is the last one
 
 
-class Ranks(Protocol):
+class AnyHost(Protocol):
     """Attributes of a strategy of Lightning or Fabric that stores use on all ranks."""
 
     root_device: torch.device
@@ -43,7 +43,7 @@ class Ranks(Protocol):
     checkpoint_io: Any
 
 
-class Host(Ranks, Protocol):
+class Host(AnyHost, Protocol):
     """Attributes of a Lightning strategy that saving and restoring use."""
 
     checkpoint_parts: CheckpointParts
@@ -65,7 +65,7 @@ _PURPOSE, _UNTIL = "a checkpoint", "save or read a checkpoint"
 
 
 def together(
-    host: Ranks, acts: Mapping[int, Callable[[], Any]], workers: int = 0, alone: bool = False
+    host: AnyHost, acts: Mapping[int, Callable[[], Any]], workers: int = 0, alone: bool = False
 ) -> dict[int, Any]:
     """Call the acts of this process's workers; return all workers' results.
 
@@ -87,12 +87,12 @@ def together(
     return all_or_raise(acts, workers or host.world_size, gather)
 
 
-def on_all_ranks(host: Ranks, problem: str, act: Callable[[], Any]) -> dict[int, Any]:
+def on_all_ranks(host: AnyHost, problem: str, act: Callable[[], Any]) -> dict[int, Any]:
     """Call ``act`` on each rank; if it fails on one, raise ``problem`` and the reason on all."""
     return together(host, {host.global_rank: explaining(problem, act)})
 
 
-def told_by_rank_0(host: Ranks, text: str) -> str:
+def told_by_rank_0(host: AnyHost, text: str) -> str:
     """Return rank 0's text on all ranks."""
     with awaiting(host):
         return broadcast_text(text, host.root_device, purpose=_PURPOSE)
@@ -154,7 +154,7 @@ def read(path: str, checkpoint_io: Any) -> Any:
         raise ValueError(f"it cannot be read ({in_short(error)})") from error
 
 
-def awaiting(host: Ranks) -> contextlib.AbstractContextManager[None]:
+def awaiting(host: AnyHost) -> contextlib.AbstractContextManager[None]:
     """Name the ranks that take long to save or read a checkpoint."""
     return awaiting_peers(_UNTIL, host.global_rank, host.world_size)
 

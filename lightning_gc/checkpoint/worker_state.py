@@ -268,7 +268,7 @@ class CheckpointParts:
         The state of another compressor, and of parameters that have another shape now, is ignored.
 
         Args:
-            own: a file's content, checked by ``Layout.opened``.
+            own: a file's content, checked by ``SavedDict.opened``.
             shared: the state that is equal on all workers, also checked.
             shapes: parameter -> buffer -> shape of the errors; None if they are in shards.
         """
@@ -371,7 +371,7 @@ class CheckpointParts:
 
 
 def on_host(tree: Tree) -> Tree:
-    """Return a tree whose tensors are in CPU memory."""
+    """Return a tree with its tensors in CPU memory."""
     return each_tensor(tree, lambda tensor: tensor.detach().cpu())
 
 
@@ -497,7 +497,7 @@ SHARED: dict[str, Structure] = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class SavedDict:
     """Structure of a saved dict with a checksum.
 
     Args:

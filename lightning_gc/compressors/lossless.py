@@ -24,7 +24,7 @@ class Lossless(Codec):
 
     An element's sign and mantissa are as good as random. Its exponent is one of a few: in a normal
     tensor it has 2.5 bits of entropy, and float32 and bfloat16 spend 8 on it. Exponents are ranked
-    by frequency, and ranks are coded by Golomb-Rice, whose parameter is fitted to the tensor.
+    by frequency, and ranks are coded by Golomb-Rice with a parameter fitted to the tensor.
     Elements that are zero take one bit, without sign and mantissa, if no element is −0 or
     subnormal. The low 16 bits of the mantissa are left out if they are zero, as in bfloat16.
 
@@ -75,6 +75,7 @@ class Lossless(Codec):
         for part in golomb_rice.pieces(bits):
             frequencies += torch.bincount(_exponents(part), minlength=256)
         falling, order = frequencies.sort(descending=True)
+        # Of a mantissa's 23 bits, values from bfloat16 have only the upper 7, and from float16 10.
         others = [torch.count_nonzero(each) for each in (bits, bits & 0xFFFF, bits & 0x1FFF)]
         figures = torch.cat([falling, torch.stack([frequencies[0], *others])])
         *counts, zeros, nonzero, beyond_0, beyond_3 = figures.tolist()

@@ -80,7 +80,7 @@ class ControlLoop:
 
     Args:
         controller: the policy.
-        workers: whose levels it sets.
+        workers: it sets their levels.
 
     Attributes:
         statistics: of each of these workers since the last decision.

@@ -155,7 +155,7 @@ TRIES = 2
 def error_curves(
     engine: Engine, gradients: Mapping[str, Tensor], levels: Sequence[float]
 ) -> dict[str, Curve]:
-    """Return the curve of each parameter that some level compresses and whose gradient is finite.
+    """Return the curve of each parameter with a finite gradient that some level compresses.
 
     One simulated worker compresses each gradient separately, from fresh state. The engine and the
     random numbers of training do not change.

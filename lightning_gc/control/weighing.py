@@ -50,7 +50,7 @@ def weigh(workers: Workers, peers: Peers) -> Weighed:
     """Return what steps with each choice of the menu would take, more than with the present one.
 
     Args:
-        workers: of this process, whose compressor is a menu.
+        workers: of this process; their compressor is a menu.
         peers: the other workers, which call this too.
 
     Communication pattern:

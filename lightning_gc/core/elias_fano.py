@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 
 _LAYOUTS = 4096
-"""Numbers of positions and elements whose lengths are remembered: a model's have few."""
+"""Numbers of positions and elements with remembered lengths: a model has few of them."""
 
 
 @functools.lru_cache(_LAYOUTS)

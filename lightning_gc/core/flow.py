@@ -24,7 +24,7 @@ Reply: TypeAlias = list[Any]
 
 
 class Arrived(list[Any]):
-    """A reply whose tensors are views of one piece of memory, into which the like can arrive again.
+    """A reply of views of one piece of memory, into which the like can arrive again.
 
     Attributes:
         memory: all that has arrived, ``(nbytes,)`` uint8.
@@ -79,7 +79,7 @@ class Gather(NamedTuple):
         tensors: of this worker.
         limits: the greatest lengths of tensors with a limit.
         lengths: of each worker's tensors, in elements, if all workers know them already.
-        into: the reply to an earlier request of the same tensors, whose memory may be used again.
+        into: the reply to an earlier request of the same tensors; its memory may be used again.
     """
 
     tensors: Payload
@@ -113,7 +113,7 @@ class MeanShard(NamedTuple):
     tensors: Payload
 
     def as_exchange(self, workers: int) -> Exchange:
-        """Return the request for all workers' shards, whose ``averaged`` reply is this one's."""
+        """Return the request for all workers' shards; its ``averaged`` reply is this one's."""
         rows = [tensor.view(workers, tensor.numel() // workers) for tensor in self.tensors]
         return Exchange(tuple(zip(*rows, strict=True)))
 
@@ -194,7 +194,7 @@ def resume(flow: Flow, reply: Reply) -> Request | None:
 
 @contextlib.contextmanager
 def undisturbed(*, inference: bool = False) -> Iterator[None]:
-    """Run flows without gradients, and without modes of the user whose thread runs them.
+    """Run flows without gradients, and without modes of the user's thread that runs them.
 
     Autocast would change bits. What inference mode makes cannot be changed in place later.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gc.core.flow import Payload
 
-FORMAT = 3
+FORMAT = 4
 """Number of the layout of messages. Every change of what workers send raises it."""
 
 ALIGNMENT = 16
@@ -113,7 +113,7 @@ class Message:
 
 
 class Packed(tuple[Tensor, ...]):
-    """A payload whose tensors are views of the message in which it is sent.
+    """A payload of tensors that are views of the message in which it is sent.
 
     The message may have room for tensors of others, such as the guard's flag. They are not in the
     payload before ``more`` adds them.
@@ -181,23 +181,20 @@ def reserve(
     device: torch.device,
     *,
     sealed: tuple[int, ...] | None = None,
-    nbytes: int = 0,
 ) -> Packed:
-    """Return a complete payload whose contents are not written yet.
+    """Return a complete payload with contents that are not written yet.
 
     Args:
         fields: dtype and length of each tensor.
         device: of the message.
         sealed: the announced lengths, as for ``Message``.
-        nbytes: least length of the message in bytes.
 
     Example:
         >>> codes, norms = reserve([(torch.uint8, 3), (torch.float32, 2)], torch.device("cpu"))
         >>> codes.shape, norms.shape
         (torch.Size([3]), torch.Size([2]))
     """
-    nbytes = max(nbytes, _layout(tuple(fields), sealed).nbytes)
-    message = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    message = torch.empty(_layout(tuple(fields), sealed).nbytes, dtype=torch.uint8, device=device)
     return packed(message, fields, sealed)
 
 

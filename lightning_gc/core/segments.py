@@ -121,7 +121,7 @@ class Pending:
     """What a codec of whole buckets does for the engine, in the kernels that encode and decode.
 
     ``encode`` is given a buffer e and must compress ``x = decay·e + gain·g``. For an idle
-    parameter, whose peak is 0, it sends zeros and leaves ``decay·e`` in the buffer. Elements that
+    parameter, with a peak of 0, it sends zeros and leaves ``decay·e`` in the buffer. Elements that
     are not finite after compression become 0. It may overwrite g, where ``decode`` writes the mean.
     The payload ends in the guard's flag if ``flagged``. ``decode`` adds the sum of ``flags`` to the
     first element of each parameter.
@@ -131,7 +131,7 @@ class Pending:
         peaks: ``(n,)`` float32, zero where the gradient of a parameter is zero.
         flag: ``(1,)`` float32, 0, or NaN if this worker's gradient was not finite.
         work: zeroed workspace.
-        grad: g, ``(numel,)``; None if the buffer is the gradient, whose leftover nobody keeps.
+        grad: g, ``(numel,)``; None if the buffer is the gradient: nobody keeps its leftover.
         decay, gain: weights of the error and of the gradient.
         flagged: whether the payload carries the flag. Otherwise an earlier message does.
         uncompressed: elements of uncompressed parameters for which the message has room.

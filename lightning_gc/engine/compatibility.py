@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lightning_gc.compressors import Collective, Compressor
 from lightning_gc.compressors.base import Waits
 from lightning_gc.compressors.wrappers.menu import Menu, chosen_of, compressors_of
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.registry import make
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.schemes import (
@@ -51,12 +52,8 @@ def _default_memory(compressor: Compressor, entries: Sequence[Compressor]) -> st
         for entry, name in named.items()
     }
     several = sorted({*found.values()} - {"none"}) or ["none"]
-    if len(several) > 1:
-        theirs = ", ".join(f"{entry} has {name!r}" for entry, name in found.items())
-        raise ValueError(
-            f"{compressor}: its compressors have different default memories: {theirs}. Give the "
-            f"memory that all are to have, such as memory='error_feedback'."
-        )
+    theirs = ", ".join(f"{entry} has {name!r}" for entry, name in found.items())
+    judge("Menu", compressor=compressor, several=len(several) > 1, theirs=theirs)
     return several[0]
 
 

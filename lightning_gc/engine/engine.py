@@ -37,9 +37,9 @@ from lightning_gc.engine.error_buffers import (
 from lightning_gc.engine.guard import BucketExchange, Guard, Onlooker
 from lightning_gc.engine.levels import Levels
 from lightning_gc.engine.recorded_exchange import (
+    ExchangeRecorder,
     RecordedExchange,
     RecordedLayout,
-    Recorder,
     Recordings,
     carried,
     entries_of,
@@ -263,7 +263,7 @@ class Engine:
         All that decides what an exchange starts, or where it reads and writes, is here.
         """
         if grad.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None  # in a user's graph, whose replays call no exchange
+            return None  # in a user's graph: its replays call no exchange
         names, levels, state = tuple(shapes), self.levels, self.compressor_state
         rests = levels.sends_whole and self.buffers.named.keys().isdisjoint(names)
         situation = (
@@ -408,7 +408,7 @@ class BucketRound:
         engine.statistics.tally.add(recorded.tally)
 
     def as_written(
-        self, bucket: Bucket, recorder: Recorder | None
+        self, bucket: Bucket, recorder: ExchangeRecorder | None
     ) -> Generator[Request, Reply, Tensor]:
         """Exchange a bucket, record it if that is due, and return the error."""
         engine = self._engine

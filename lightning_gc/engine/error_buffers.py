@@ -114,7 +114,7 @@ class ErrorBuffers(Buffers):
 
 
 def check_shape(buffer: str, name: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
-    """Refuse a parameter whose stored buffer has another shape."""
+    """Refuse a parameter with a stored buffer of another shape."""
     if old != new:
         raise ValueError(
             f"The stored {buffer} of {name} has shape {tuple(old)}, but the parameter now has "
@@ -175,14 +175,14 @@ class Made(Mapping[str, V]):
         return len(self._kept)
 
 
-class _Part(NamedTuple):
+class _Stored(NamedTuple):
     """A parameter's stored buffer."""
 
     kept: Kept
     shape: tuple[int, ...]
 
 
-def _restored(storage: Storage, part: _Part) -> Tensor:
+def _restored(storage: Storage, part: _Stored) -> Tensor:
     return storage.restored(part.kept)[: math.prod(part.shape)].view(part.shape)
 
 
@@ -199,7 +199,7 @@ class NarrowBuffers(Buffers):
     def __init__(self, buffers: tuple[str, ...], storage: Storage) -> None:
         super().__init__(buffers)
         self.storage = storage
-        self._parts: dict[str, dict[str, _Part]] = {}  # parameter -> buffer
+        self._parts: dict[str, dict[str, _Stored]] = {}  # parameter -> buffer
         restored = partial(_restored, storage)  # not of self: errors are to be freed at once
         self.named = Made(self._parts, lambda parts: Made(parts, restored))
         self.laid_out: dict[tuple[str, ...], dict[str, Kept]] = {}  # layout -> buffer
@@ -239,13 +239,13 @@ class NarrowBuffers(Buffers):
         for name in bucket.names:
             self._parts.pop(name, None)
 
-    def _part(self, tensor: Tensor) -> _Part:
+    def _part(self, tensor: Tensor) -> _Stored:
         """Store a parameter's numbers; exactly, if they have been restored before."""
         flat = tensor.float().reshape(-1)
         whole = pad(flat, (0, -flat.numel() % self.storage.block))
         kept = self.storage.zeros(whole.numel(), whole.device)
         self.storage.store(whole, kept, seed=0)
-        return _Part(kept, tuple(tensor.shape))
+        return _Stored(kept, tuple(tensor.shape))
 
     def _layout(self, bucket: Bucket) -> dict[str, Kept]:
         if bucket.names not in self.laid_out:
@@ -259,7 +259,7 @@ class NarrowBuffers(Buffers):
             begin = 0
             for name, start, stop in bucket.spans():
                 end = begin + self.storage.padded(stop - start)
-                part = _Part(self.storage.of(flat, begin, end), bucket.shapes[name])
+                part = _Stored(self.storage.of(flat, begin, end), bucket.shapes[name])
                 begin = end
                 old = self._parts.setdefault(name, {}).get(buffer, part)
                 check_shape(buffer, name, old.shape, part.shape)

@@ -69,8 +69,9 @@ class Guard:
     def pending(self, grad: Tensor | None, decay: float, gain: float) -> Pending:
         """Return what a codec of the whole bucket may do in its own kernels."""
         work = self._work or Workspace(self._segments)
-        found = self._segments, self._peaks, self.flag, work
-        return Pending(*found, grad, decay, gain, flags=self._flags)
+        return Pending(
+            self._segments, self._peaks, self.flag, work, grad, decay, gain, flags=self._flags
+        )
 
     def hold(self, flats: Sequence[Tensor]) -> None:
         """Copy idle parameters' parts of ``flats``, the error first, for ``release``."""
@@ -156,7 +157,7 @@ class Guard:
 
 
 class Onlooker(Guard):
-    """Guards a bucket whose worker has no errors and sends its gradient as it is.
+    """Guards a bucket of a worker that has no errors and sends its gradient as it is.
 
     It need not look at the gradient: what is not finite, is not finite in the mean. It hears the
     flags of workers that have errors, which expect one of this worker.

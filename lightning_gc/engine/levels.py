@@ -161,20 +161,20 @@ class Levels:
             compressor = compressor.chosen
         return compressor if compressor.compresses(shape) else None
 
-    def _clamped(self, level: float | None, whose: str) -> float | None:
+    def _clamped(self, level: float | None, part: str) -> float | None:
         """Clamp a level to the knob's range, with a warning; None stays None."""
         knob = self._knob
         if level is None:
             return None
         if knob is None or not 0 <= level < float("inf"):
             raise ValueError(
-                f"Level {level!r} for {whose} makes no sense to {self._common_compressor}"
+                f"Level {level!r} for {part} makes no sense to {self._common_compressor}"
                 + (f": {knob.field} is in {knob.low:g}..{knob.high:g}." if knob else ".")
             )
         nearest = knob.clamp(level)
         if not knob.low <= level <= knob.high:  # whole numbers are rounded without a word
             warnings.warn(
-                f"Level {level!r} for {whose} is outside {knob.field}'s {knob.low:g}.."
+                f"Level {level!r} for {part} is outside {knob.field}'s {knob.low:g}.."
                 f"{knob.high:g} and has been set to {nearest!r}.",
                 stacklevel=4,
             )

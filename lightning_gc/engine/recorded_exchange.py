@@ -90,7 +90,7 @@ def _receive(place: Reply, arrived: Reply) -> None:
             ours.copy_(theirs)
 
 
-class Recorder:
+class ExchangeRecorder:
     """Runs a bucket's exchange as written, and notes what it starts.
 
     Args:
@@ -182,12 +182,20 @@ class Recorder:
             return None
         opening, *exchange, closing = self._spans
         requests = [_into(r, reply) for r, reply in zip(self._requests, self._replies, strict=True)]
-        counts = self.bucket.tally, self._tape.kept
-        return RecordedExchange(opening, exchange, requests, self._replies, closing, error, *counts)
+        return RecordedExchange(
+            opening=opening,
+            exchange=exchange,
+            requests=requests,
+            replies=self._replies,
+            closing=closing,
+            error=error,
+            tally=self.bucket.tally,
+            kept=self._tape.kept,
+        )
 
 
 def _into(request: Request, reply: Reply) -> Request:
-    """Return a request whose reply is received into the memory of an earlier one, if it can be."""
+    """Return a request that receives its reply into the memory of an earlier one, if it can."""
     if isinstance(request, Gather | Exchange) and isinstance(reply, Arrived):
         return request._replace(into=reply)
     return request
@@ -350,7 +358,7 @@ class Turn(Protocol):
     """One bucket in one round, as it is written."""
 
     def as_written(
-        self, bucket: Bucket, recorder: Recorder | None
+        self, bucket: Bucket, recorder: ExchangeRecorder | None
     ) -> Generator[Request, Reply, Tensor]:
         """Exchange a bucket, record it if that is due, and return the error."""
 
@@ -408,7 +416,7 @@ class Recordings:
         if not layout.is_due(bucket.grad):
             return None
         if layout.seen is None:
-            return self._record(layout, Recorder(bucket, None), turn)
+            return self._record(layout, ExchangeRecorder(bucket, None), turn)
         seen, needed = layout.seen
         if self._memory is None or self._memory.numel() < needed:
             largest = max(each.seen[1] for each in self._known.values() if each.seen is not None)
@@ -416,9 +424,9 @@ class Recordings:
                 each.recorded = each.proven = None  # its memory would be kept beside the new one
             device = bucket.grad.device
             self._memory = torch.empty(largest, dtype=torch.uint8, device=device)
-        return self._record(layout, Recorder(bucket, (seen, self._memory)), turn)
+        return self._record(layout, ExchangeRecorder(bucket, (seen, self._memory)), turn)
 
-    def _record(self, layout: RecordedLayout, recorder: Recorder, turn: Turn) -> Flow:
+    def _record(self, layout: RecordedLayout, recorder: ExchangeRecorder, turn: Turn) -> Flow:
         self.busy = True
         try:
             error = yield from turn.as_written(recorder.given, recorder)
@@ -528,10 +536,10 @@ class RecordedLayout:
     def is_due(self, grad: Tensor) -> bool:
         """Return whether a step that is run as it is written is to be watched or recorded.
 
-        Not the first one, which may compile kernels and lay out buffers. Not one whose gradient is
-        made anew in each step: it would be kept for another one that never comes. Recording takes
-        longer, so it is not tried again and again: at first, as long as it has paid, and now and
-        then.
+        Not the first one, which may compile kernels and lay out buffers. Not one with a gradient
+        in new memory in each step: it would be kept for another one that never comes. Recording
+        takes longer, so it is not tried again and again: at first, as long as it has paid, and now
+        and then.
         """
         before, self._grad = self._grad, StorageWeakRef(grad.untyped_storage())
         if before is None or before.expired():
@@ -541,7 +549,7 @@ class RecordedLayout:
         self._tried += paid or later
         return paid or later
 
-    def compare(self, recorder: Recorder, error: Tensor) -> None:
+    def compare(self, recorder: ExchangeRecorder, error: Tensor) -> None:
         """Keep what was watched, or a recorded step that was equal to it."""
         if self.seen is None:
             self.seen = recorder.seen()

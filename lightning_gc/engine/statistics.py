@@ -14,8 +14,8 @@ from lightning_gc.core.saved_state import FINITE, FLOATS
 from lightning_gc.engine.error_buffers import ErrorBuffers, to_host
 
 PIECE = 1 << 16
-"""Elements of a tensor on the host whose squares torch adds up at once, in float32: of 25 million
-it is off by 0.3 %, of these by one or two in a hundred thousand."""
+"""Elements of a tensor on the host that torch squares and adds up at once, in float32: a sum of 25
+million is off by 0.3 %, one of these by one or two in a hundred thousand."""
 
 
 class EpochStatistics:

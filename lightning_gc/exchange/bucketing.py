@@ -68,12 +68,12 @@ def pieces_of(bucket: range, found: Layout) -> range:
 LARGER_MB = (50, 100, 200)
 """Candidates for ``bucket_cap_mb`` on CUDA, besides DDP's default."""
 WRITTEN = 1.3e-3
-"""Seconds of the host for a bucket whose exchange runs as it is written in each step.
+"""Seconds of the host for a bucket with an exchange that runs as written in each step.
 
 Measured with ``QSGD(4)`` on an H100's host. Source: docs/gpus.md, "What it costs".
 """
 RECORDED = 0.6e-3 / 10 + 0.1e-3
-"""Seconds of the host for a bucket whose exchange is recorded: estimated, not measured on a GPU.
+"""Seconds of the host for a bucket with a recorded exchange: estimated, not measured on a GPU.
 
 ``Cast()`` took 0.6 ms as it is written. Recorded it calls a tenth of the functions, 53 in place of
 502 (``benchmarks/launch_cost.py``). Added are about 0.1 ms for DDP's hook, stream and collective.

@@ -26,7 +26,7 @@ def compile_kernels(configuration: Configuration, device: torch.device) -> dict[
 
     Kernels are compiled once for each set of constants and alignment; see ``kernels.gpu.launch``.
     What a controller changes later, such as the number of bits, is compiled then. On the host
-    another process compiles, except for kernels whose last bits all workers must share.
+    another process compiles, except where all workers must share a kernel's last bits.
 
     Returns:
         Name -> text; ``validation.FIXES`` says why a difference is refused.

@@ -53,7 +53,7 @@ class Parts:
 
 
 class ShardParts(Single, Parts):
-    """A worker whose parameters are shared out among the processes of a group.
+    """A worker with its parameters shared out among the processes of a group.
 
     Args:
         group: these processes.
@@ -112,7 +112,7 @@ class Peers:
     """Communication of the control loop.
 
     Attributes:
-        decides: this process has worker 0, whose controller decides.
+        decides: this process has worker 0, and so the controller that decides.
         device: one that the group's backend can send from.
         mean: returns a tensor's mean over workers; by default, all are in this process.
         parts: sums over the parts of a worker, where several processes have them.
@@ -166,8 +166,8 @@ def take_over(module: nn.Module) -> None:
 def broadcast_all(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Broadcast tensors of the group's first member, one by one; empty ones are left out."""
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
-    who = dist.get_rank(group), dist.get_world_size(group)
-    with torch.no_grad(), awaiting_peers("begin with the same weights", *who):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    with torch.no_grad(), awaiting_peers("begin with the same weights", rank, size):
         for tensor in tensors:
             if tensor.numel():
                 flat = tensor.detach().reshape(-1).contiguous()
@@ -196,7 +196,7 @@ def all_or_raise(
         raises: the exception.
 
     Returns:
-        Worker -> result, of all workers whose processes answer.
+        Worker -> result, of all workers that answer.
 
     Communication pattern:
         One ``gather``.
@@ -243,7 +243,7 @@ def on_all_ranks(
 
 
 def explaining(problem: str, act: Callable[[], _Result]) -> Callable[[], _Result]:
-    """Return an act whose exceptions say ``problem`` and why."""
+    """Return an act with exceptions that say ``problem`` and why."""
 
     def explained() -> _Result:
         try:

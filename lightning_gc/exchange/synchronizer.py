@@ -45,7 +45,7 @@ class Synchronizer(Single):
     Args:
         workers: this worker's engine, or None until ``start`` makes it, and parameter names.
         device: of the gradients.
-        process_group: the group whose members exchange; None is the default group.
+        process_group: the group of processes that exchange; None is the default group.
         timeout: of every collective; on CUDA ``JOINING`` at least until all have joined.
         before_round: called before the first bucket of each round.
         common: returns the weights that ``verify`` compares; None: this process's part of each
@@ -54,7 +54,7 @@ class Synchronizer(Single):
         agreed: name -> text of other settings that must be equal on all workers.
         verify: what workers compare, as for ``CompressedDDPStrategy``.
         purpose: what is communicated, for error messages.
-        groups: ranks of all groups whose members make a synchronizer now, of all processes
+        groups: ranks of all groups that make a synchronizer now, of all processes
             together; None: only ``process_group`` does. Several groups have hung where their
             members made them again for each fit without the other processes.
         island: the processes of this worker. With several, ``groups`` has one group for each rank
@@ -118,7 +118,7 @@ class Synchronizer(Single):
         queues = waits_for_others(self._group)  # NCCL; a call of Gloo ends when all have called
         self._background = Background(self._recording, device, waits=waits or not queues)
         self._level: tuple[object, int] = (None, 0)  # the compressor as it is now, its hash
-        self._known: set[int] = set()  # buckets at levels whose layouts have been compared
+        self._known: set[int] = set()  # buckets at levels, after their layouts were compared
         self._since = 0  # the round with the latest of them
         dispatch.host.rest(self)
         self._left = False
@@ -227,7 +227,7 @@ class Synchronizer(Single):
         return self._compared_inside(flow, grad) if self._compares else flow
 
     def _compared_inside(self, flow: Flow, grad: Tensor) -> Flow:
-        """Refuse an island whose processes would send other bits; then as ``flow``."""
+        """Refuse an island of processes that would send other bits; then as ``flow``."""
         self._island.compare([grad], "what an island sends")
         yield from flow
 

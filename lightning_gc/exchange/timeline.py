@@ -54,7 +54,7 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Span:
+class Interval:
     """A stretch of time in a step, in seconds from its beginning.
 
     Attributes:
@@ -83,7 +83,7 @@ class Timeline:
     """
 
     seconds: float
-    spans: tuple[Span, ...]
+    spans: tuple[Interval, ...]
     waited: float
 
 
@@ -105,7 +105,7 @@ def timeline(
         overhead: seconds that DDP itself adds to a step.
     """
     taken: list[tuple[float, float]] = []  # when the thread computed
-    spans: list[Span] = []
+    spans: list[Interval] = []
     end = 0.0
     for number, bucket in enumerate(buckets):
         at = max(_reached(bucket.ready, taken, contention), end)
@@ -117,7 +117,7 @@ def timeline(
                 ("compute", "communicate"), (at, stops[0]), stops, strict=True
             ):
                 if stop > start:
-                    spans.append(Span("exchange", what, start, stop, number))
+                    spans.append(Interval("exchange", what, start, stop, number))
             at = stops[1]
         end = at
     backward_end = _reached(module.backward, taken, contention)
@@ -125,11 +125,13 @@ def timeline(
     first, last = module.forward, module.forward + done
     step = last + module.optimizer + overhead
     own = (
-        Span("module", "forward", 0.0, first),
-        Span("module", "backward", first, first + backward_end),
-        Span("module", "optimizer", last, step),
+        Interval("module", "forward", 0.0, first),
+        Interval("module", "backward", first, first + backward_end),
+        Interval("module", "optimizer", last, step),
     )
-    moved = tuple(Span(s.lane, s.what, s.start + first, s.stop + first, s.bucket) for s in spans)
+    moved = tuple(
+        Interval(s.lane, s.what, s.start + first, s.stop + first, s.bucket) for s in spans
+    )
     return Timeline(step, own + moved, done - backward_end)
 
 

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from lightning_gc import controllers
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.registry import make, subclasses
 from lightning_gc.kernels.dispatch import SWITCH
 from lightning_gc.memories import Memory
@@ -61,15 +62,7 @@ def check_controller(
         return None
     controller = make_controller(given, whose)
     controller.check(compressor.knob)
-    if controller.needs.errors and not memory.buffers:
-        raise ValueError(
-            f"{controller} watches the error, but {memory} keeps none; use memory=ErrorFeedback()."
-        )
-    if controller.needs.rounds and not rounds:
-        raise ValueError(
-            f"{whose}(controller={controller}): it sets the steps of a round, and here gradients "
-            f"are exchanged at every step; use LocalStepsStrategy."
-        )
+    judge("Controller", whose, controller=controller, memory=memory, rounds=rounds)
     return controller
 
 
@@ -213,7 +206,7 @@ def refuse_own_gradients(
 
     Args:
         optimizer: its step comes next, and nothing was exchanged since the last one.
-        names: parameter -> name, of those whose gradients should have been exchanged.
+        names: parameter -> name, of those with gradients that should have been exchanged.
         cause: returns why, as far as it is known, and what to do.
     """
     for group in optimizer.param_groups:
@@ -281,7 +274,7 @@ def in_short(names: Sequence[str], most: int = 6) -> str:
 
 
 def refuse_complex_parameters(names: Mapping[Tensor, str], compressor: Compressor) -> None:
-    """Raise ValueError for complex parameters, whose gradients are exchanged as pairs of floats."""
+    """Raise ValueError for complex parameters: their gradients are exchanged as pairs of floats."""
     found = [name for param, name in names.items() if param.is_complex()]
     if found and not compressor.traits.exact:
         raise ValueError(
@@ -325,7 +318,7 @@ def refuse_unsynchronised(
 
 
 def refuse_static_accumulation(ddp: DistributedDataParallel) -> None:
-    """Raise ValueError for a forward pass whose backward pass ends in torch's INTERNAL ASSERT.
+    """Raise ValueError for a forward pass if its backward pass ends in torch's INTERNAL ASSERT.
 
     With ``static_graph=True`` torch from 2.1 on ends the first backward pass of all as if it were
     synchronised, which under ``no_sync`` it is not (pytorch pull request 187732).

@@ -43,8 +43,8 @@ class Regrouping:
     """Collects all of DDP's buckets of a round and exchanges them in another layout.
 
     DDP rebuilds its buckets after the first step of every process. Some results depend on the
-    layout: in ``TwoShot``, which worker owns which shard, and so to whose error the second rounding
-    is added. One step without overlap is the price of resuming bit for bit.
+    layout: in ``TwoShot``, which worker owns which shard, and so which worker's error gets the
+    second rounding. One step without overlap is the price of resuming bit for bit.
 
     Args:
         layout: parameter names in each bucket of the last round before the checkpoint.
@@ -94,7 +94,7 @@ def _copying(copies: Sequence[tuple[Tensor, Tensor]]) -> Flow:
 
 
 class HasWeights(Protocol):
-    """Gathers of weights by a compressor whose level a controller may set."""
+    """Gathers of weights by a compressor. A controller may set its level."""
 
     def set_levels(self, given: Requested | None) -> Requested | None:
         """Use levels from the next gather on; None: the compressor's own. Return them, clamped."""
@@ -201,7 +201,7 @@ class Workers:
         return engine.flow(grad, shapes, weights=weights, wanted=wanted)
 
     def end_round(self, layout: Iterable[Iterable[str]], ready: Iterable[Mark] = ()) -> None:
-        """Count a finished round, whose buckets held these parameters, and were ready then."""
+        """Count a finished round: its buckets held these parameters, and were ready then."""
         self.layout = [tuple(names) for names in layout]
         if self.ready is not None:
             self.ready = list(ready)
@@ -312,8 +312,14 @@ class Configuration:
 
     def engine(self, worker: int, workers: int) -> Engine:
         """Return the engine of one of ``workers`` workers."""
-        parts = self.compressor, self.memory, self.scheme
-        return Engine(*parts, worker=worker, workers=workers, seed=self.seed)
+        return Engine(
+            self.compressor,
+            self.memory,
+            self.scheme,
+            worker=worker,
+            workers=workers,
+            seed=self.seed,
+        )
 
     def waits(self, workers: int) -> bool:
         """Return whether an exchange among W workers can make the host wait for a GPU."""

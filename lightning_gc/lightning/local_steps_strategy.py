@@ -1,4 +1,4 @@
-"""LocalSteps: local SGD; workers exchange compressed differences of weights every H steps.
+"""RealLocalSteps: local SGD; workers exchange compressed differences of weights every H steps.
 
 Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`` and
 ``for_lightning.py``.
@@ -32,7 +32,10 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import parted, takes_fields
+from lightning_gc.elastic.elastic_exchange import ElasticExchange
+from lightning_gc.elastic.roll import Roll
 from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS
 from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.synchronizer import leave
@@ -43,7 +46,6 @@ from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.progress import steps_of
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
 from lightning_gc.local_steps import RoundPlan
-from lightning_gc.local_steps.elastic import ElasticExchange
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
@@ -57,7 +59,6 @@ from lightning_gc.local_steps.refusals import (
     refuse_synchronised_norms,
     warn_of_one_round,
 )
-from lightning_gc.local_steps.roll import Roll
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import units_of
@@ -67,7 +68,6 @@ _LIGHTNING = ("pytorch_lightning.", "lightning.")
 """Where hooks are defined that a module does not override."""
 
 
-_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 """Names, since there are two packages, and versions that lack one."""
 
 
@@ -93,28 +93,12 @@ class LocalHooks(CompressedStrategy):
     def _refuse_trainer(self, trainer: Any, module: Any) -> None:
         """Raise ValueError for settings of Trainer and module that local steps cannot obey."""
         owner = type(self).__name__
-        if not trainer.lightning_module.automatic_optimization:
-            raise ValueError(
-                f"{owner} counts the steps of one optimizer, so it needs automatic optimization. "
-                f"Set automatic_optimization = True. Join several optimizers: return "
-                f"Together([muon, adamw]). For one loss per optimizer, as in a GAN, use "
-                f"CompressedDDPStrategy."
-            )
+        automatic = trainer.lightning_module.automatic_optimization
+        judge("LocalSteps and the module", owner, automatic=automatic)
         refuse_synchronised_norms(owner, module)
         for callback in trainer.callbacks:
             names = {cls.__name__ for cls in type(callback).__mro__}
-            if "ModelPruning" in names:
-                raise ValueError(
-                    f"{type(callback).__name__} prunes by a worker's own weights, which differ "
-                    f"between workers with {owner}, and so would what each prunes; remove the "
-                    f"callback and prune after the fit, or use CompressedDDPStrategy."
-                )
-            if _AVERAGING & names:
-                raise ValueError(
-                    f"{type(callback).__name__} averages a worker's own weights, which differ "
-                    f"between workers, and {owner} already averages over workers; remove the "
-                    f"callback."
-                )
+            judge("LocalSteps and callbacks", owner, names=names, callback=type(callback).__name__)
 
     def __init__(self, *, show: Literal["common", "local"] = "common", **others: Any) -> None:
         if show not in ("common", "local"):
@@ -185,7 +169,7 @@ class LocalHooks(CompressedStrategy):
             )
 
     def _active_rounds(self) -> LocalRounds:
-        """Return the rounds of the worker whose batch is running."""
+        """Return the rounds of the worker that runs its batch."""
         return self._all_rounds[0]
 
     def _rests(self) -> bool:
@@ -212,7 +196,7 @@ class LocalHooks(CompressedStrategy):
     def _own_step(
         self, rounds: LocalRounds, optimizer: Any, closure: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Make a worker's own step; refuse an optimizer whose first one needs other workers."""
+        """Make a worker's own step; refuse an optimizer that needs others for its first one."""
         if rounds.rests:
             closure()  # skips its batch, and tells Lightning that it has run
             return None
@@ -420,8 +404,8 @@ def warn_of_unlike_rates(trainer: Any, schedulers: Iterable[Any]) -> None:
             )
 
 
-class LocalSteps(LocalHooks, RealWorker):
-    """Data-parallel training whose workers exchange compressed weights every H steps.
+class RealLocalSteps(LocalHooks, RealWorker):
+    """Data-parallel training that exchanges compressed weights every H steps.
 
     Use it as ``Trainer(strategy=LocalStepsStrategy(QSGD(bits=4), every=32))``; the LightningModule
     need not change. Each worker makes H optimizer steps with its own gradients. Then its distance
@@ -472,23 +456,23 @@ class LocalSteps(LocalHooks, RealWorker):
         2.6 broadcasts before each batch whether worker 0 has got SIGTERM; here, once a round.
 
     Raises:
-        ValueError: what ``CompressedDDPStrategy`` refuses; a compressor whose workers vote, a
+        ValueError: what ``CompressedDDPStrategy`` refuses; a compressor with a vote, a
             memory that reads learning rates or weights, momentum both in memory and ``outer``, a
             controller that computes with gradients, arguments for a DDP wrapper; at fit start,
             manual optimization, ``SyncBatchNorm``, callbacks that average weights or prune,
             ``ZeroRedundancyOptimizer``, an optimizer with a process group, a schedule-free one, a
             number of processes that N does not divide; a module in shards without an ``island``,
-            or with ``elastic``, ``RadialDirectional``, a loss scaler or another ``state`` than
+            or with ``elastic``, a loss scaler or another ``state`` than
             ``"full"``; in the first step, any optimizer that communicates.
         RuntimeError: after ten lost rounds in a row; a parameter that was unfrozen, added,
             replaced or cast after the fit began; a step of its weights that the Trainer does not
             make, or by another optimizer.
 
     Warns:
-        UserWarning: a round whose result is not finite: its steps are lost on all workers, errors
-            are as before. A sparsifier with fewer rounds than 1/density; a run without a round;
-            ``every`` steps without a gradient; a plateau scheduler whose
-            metric differs between workers.
+        UserWarning: a round with a result that is not finite: its steps are lost on all workers,
+            errors are as before. A sparsifier with fewer rounds than 1/density; a run without a
+            round; ``every`` steps without a gradient; a plateau scheduler with a metric that
+            differs between workers.
 
     Example:
         >>> from lightning_gc import LocalStepsStrategy, TopK
@@ -576,11 +560,7 @@ class LocalSteps(LocalHooks, RealWorker):
         place.refuse(plan, replace(self._given, scaler=self._scaler()))
         place.refuse_module(plan.owner, module)
         self._form.refuse_state(plan, self._saving.mode)
-        if plan.elastic is not None and (trainer.max_steps is None or trainer.max_steps < 0):
-            raise ValueError(
-                "Elastic workers count their steps together, so that all end at the same one; use "
-                "Trainer(max_steps=...)."
-            )
+        judge("Elastic Trainer", plan=plan, max_steps=trainer.max_steps)
         if type(self.local_workers) is not place.kind:
             workers = place.kind(self.local_workers.configuration)
             self.checkpoint_parts = CheckpointParts(workers, settings={"exchanged": "weights"})
@@ -722,7 +702,7 @@ class WholeModule:
         return own(optimizer)
 
     def with_optimizers(self, checkpoint: Any) -> Any:
-        """Return a checkpoint whose optimizers' states Lightning can load."""
+        """Return a checkpoint with states of optimizers that Lightning can load."""
         return checkpoint
 
     def warn_of_new_optimizers(self) -> None:
@@ -750,11 +730,7 @@ class ShardedModule(WholeModule):
             )
 
     def refuse_state(self, plan: RoundPlan, mode: str) -> None:
-        if mode != "full":
-            raise ValueError(
-                f"{plan.owner}(island={plan.island}, state={mode!r}): only each rank's own file "
-                f"has its shards of the optimizers; use state='full'."
-            )
+        judge("Local steps of a sharded module", plan.owner, plan=plan, state=mode)
 
     def place(self, plan: RoundPlan, among: MeetingPlace) -> MeetingPlace:
         if plan.island == 1:

@@ -48,14 +48,14 @@ def rates_to_come(trainer: Any, batch: int) -> list[float]:
 
 
 def step_metrics_of(trainer: Any) -> tuple[str, ...]:
-    """Return the training metrics whose value is the last batch's: logged per step only."""
+    """Return the training metrics that have the last batch's value: logged per step only."""
     logged = trainer.fit_loop.epoch_loop._results.result_metrics
     metas = (each.meta for each in logged)
     return tuple(sorted({meta.name for meta in metas if meta.on_step and not meta.on_epoch}))
 
 
 def metrics_due(trainer: Any) -> set[str]:
-    """Return the metrics whose values of the epoch under way are yet to come.
+    """Return the metrics that are yet to get their values of the epoch under way.
 
     Lightning keeps their values of the epoch before: of training, until the epoch's end; of
     validation, until it has run after the batch that has just ended.
@@ -126,7 +126,7 @@ def forecast(
 ) -> list[float]:
     """Return the largest learning rate of each step from ``done`` to ``total - 1``.
 
-    Schedulers and optimizers are not changed: copies are stepped whose parameters are empty. What
+    Schedulers and optimizers are not changed: copies with empty parameters are stepped. What
     depends on the training, such as ``ReduceLROnPlateau``, is taken to stay as it is.
 
     Args:
@@ -159,7 +159,7 @@ def forecast(
 
 
 def _owners(scheduler: Any) -> Iterator[object]:
-    """Yield the objects whose methods are schedules, such as the module: they are not copied."""
+    """Yield the objects of methods that are schedules, such as the module: they are not copied."""
     for inner in getattr(scheduler, "_schedulers", ()):
         yield from _owners(inner)
     for schedule in getattr(scheduler, "lr_lambdas", ()):

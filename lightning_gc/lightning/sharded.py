@@ -15,10 +15,10 @@ import torch.distributed as dist
 from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.checkpoint.shard_store import (
     Mesh,
-    Part,
     ShardedHost,
     ShardedRestoring,
     ShardedSaving,
+    ShardPart,
 )
 from lightning_gc.exchange import JOINING
 from lightning_gc.lightning.base import RealWorker
@@ -56,7 +56,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
             super()._setup_distributed()
 
     def setup_environment(self) -> None:
-        """Join the other ranks; make a mesh whose ``"data_parallel"`` dimension is a replica."""
+        """Join the other ranks; make a mesh with a replica as its ``"data_parallel"`` dimension."""
         ranks, tensor_ranks = self.num_nodes * self.num_processes, self.tensor_parallel_size
         if ranks % tensor_ranks:
             raise ValueError(
@@ -102,7 +102,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
         return bool(self._save_distributed_checkpoint)
 
     @property
-    def shard_parts(self) -> dict[str, Part]:
+    def shard_parts(self) -> dict[str, ShardPart]:
         """This rank's part of every trained parameter."""
         return self.local_workers.parts
 

@@ -296,7 +296,7 @@ class SingleTrainer(StrategyAPI):
 
     @property
     def state_key(self) -> str:
-        """Refuse to be a callback, whose key a Trainer asks for."""
+        """Refuse to be a callback: a Trainer asks for its key."""
         name = type(self).__name__
         raise ValueError(
             f"{name} is a strategy, not a callback; write {self._owner}(strategy={name}(...))."

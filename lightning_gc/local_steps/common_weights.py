@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_gc.core import Flow, Gather, Mean, Reply, Request
 from lightning_gc.core.digest import digest
 from lightning_gc.exchange.workers import local_part, reshard
-from lightning_gc.local_steps.outer_step import Outer
+from lightning_gc.local_steps.outer_step import OuterSGD
 
 
 class Fragment:
@@ -40,7 +40,7 @@ class Fragment:
         shapes: parameter name -> shape of this process's part.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], outer: Outer) -> None:
+    def __init__(self, params: Mapping[str, Tensor], outer: OuterSGD) -> None:
         self.params = dict(params)
         self.outer = outer
         self.shapes = {n: tuple(p.shape) for n, p in zip(self.params, self._parts, strict=True)}
@@ -125,7 +125,7 @@ class Fragment:
         return torch.cat([each.reshape(-1).to(self.anchor) for each in found])
 
 
-def in_fragments(params: Mapping[str, Tensor], number: int, outer: Outer) -> list[Fragment]:
+def in_fragments(params: Mapping[str, Tensor], number: int, outer: OuterSGD) -> list[Fragment]:
     """Share parameters out, in their order, in so many fragments of about equal size.
 
     Raises:
@@ -177,7 +177,7 @@ class CommonWeights:
         buffers: Callable[[], Mapping[str, Tensor]],
         untrained: Callable[[], Mapping[str, Tensor]],
         number: int,
-        outer: Outer,
+        outer: OuterSGD,
         own: Callable[[Collection[str]], Collection[str]] = lambda names: (),
     ) -> None:
         self._module = module

@@ -227,8 +227,7 @@ class FragmentExchange:
         share.clock.land()
         share.go_on(waiting)
         if flight.gathered is not None:
-            shapes = self._weights.fragments[flight.index].shapes
-            share.arrived(flight.index, flight.mean, shapes, flight.gathered)
+            share.arrived(flight.index, flight.gathered)
             flight.astray = share.astray(flight.gathered)
         flight.arriving = []
         return True
@@ -362,11 +361,9 @@ class LocalRounds:
         self.weights = CommonWeights(*given, plan.outer, plan.own_buffers)
         self.share = Share(
             plan.unequal or EQUAL,
-            plan.outer,
             plan.fragments,
             engine.worker,
             engine.workers,
-            embeddings(module, names),
             clock or WallClock(next(iter(names)).device),
         )
         self.position = 0
@@ -517,18 +514,6 @@ class LocalRounds:
             before, self.rate = self.rate, float(flight.rate)
             self.length = self.plan.growing.length(self.rate, before)
         return kept
-
-
-def embeddings(
-    module: nn.Module, names: Mapping[Tensor, str], *, bounded: bool = False
-) -> set[str]:
-    """Return the names of trained parameters that embeddings look up, tied ones too.
-
-    ``bounded``: only those that have a ``max_norm``, and so change in forward passes.
-    """
-    tables = (each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
-    chosen = (each for each in tables if not bounded or each.max_norm is not None)
-    return {names[each.weight] for each in chosen if each.weight in names}
 
 
 def finished(waits: Waits) -> bool:

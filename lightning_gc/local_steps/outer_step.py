@@ -1,10 +1,9 @@
-"""OuterSGD and RadialDirectional: the step of the common weights after an exchange."""
+"""OuterSGD: the step of the common weights after an exchange."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from torch import Tensor
 
@@ -83,59 +82,3 @@ class OuterSGD(Settings):
             velocity.mul_(self.momentum).add_(mean)
             update = (velocity * self.momentum).add_(mean) if self.nesterov else velocity
         weights.sub_(update * self.lr)
-
-
-@dataclass(frozen=True)
-class RadialDirectional(Settings):
-    """Average norms and directions of the workers' distances separately, then step as ``sgd`` does.
-
-    ``Δ̄ = N·φ(Σ_i w_i·φ(Δ_i)/Σ_i w_i)``, ``N = Σ_i w_i·‖Δ_i‖/Σ_i w_i``, ``φ(x) = x/max(‖x‖, 1e-12)``
-
-    for each tensor; the weights of ``nn.Embedding`` get the plain mean. w_i are the weights of
-    ``Unequal``, by default 1. Distances of workers that disagree cancel in a mean, so that it is
-    shorter than each; here the step keeps their mean length.
-
-    Each worker compresses ``w_i·W/Σ_j w_j·φ(Δ_i)``, so its error is in units of directions. Law:
-    directions are conserved. The mean that arrives is lengthened to N, so a sparse one would be
-    stretched; sparsifiers are refused.
-
-    Args:
-        sgd: the step with Δ̄.
-
-    Communication pattern:
-        A gather of 4 bytes for each worker and tensor before the exchange.
-
-    Example:
-        >>> from lightning_gc import OuterSGD, RadialDirectional
-        >>> RadialDirectional(OuterSGD.diloco()).momentum
-        0.9
-
-    Reference:
-        Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training", 2026.
-    """
-
-    sgd: OuterSGD = OuterSGD()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.sgd, OuterSGD):
-            raise ValueError(
-                f"RadialDirectional(sgd={self.sgd!r}): give an instance, such as OuterSGD()."
-            )
-
-    @property
-    def lr(self) -> float:
-        """η of ``sgd``."""
-        return self.sgd.lr
-
-    @property
-    def momentum(self) -> float:
-        """μ of ``sgd``."""
-        return self.sgd.momentum
-
-    def step(self, weights: Tensor, velocity: Tensor | None, mean: Tensor) -> None:
-        """Make one step with Δ̄, as ``OuterSGD.step`` does."""
-        self.sgd.step(weights, velocity, mean)
-
-
-Outer: TypeAlias = OuterSGD | RadialDirectional
-"""Steps of the common weights."""

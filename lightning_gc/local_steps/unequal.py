@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_gc.core import NUMBER, WHOLE, Flow, Gather, Listed, Optional, Record
 from lightning_gc.core.saved_state import Tree
 from lightning_gc.core.settings import Settings
-from lightning_gc.local_steps.outer_step import Outer, RadialDirectional
 
 Weigh = Literal["equal", "steps", "tokens"]
 _OWN = 3
@@ -54,7 +53,7 @@ class Unequal(Settings):
 
     Communication pattern:
         One gather before each exchange, if there is something to agree on: 12 bytes of each
-        worker, and 4 more for each tensor with ``median_clip`` or ``RadialDirectional``.
+        worker, and 4 more for each tensor with ``median_clip``.
 
     Raises:
         ValueError: an unknown word, a speed that is not above 0, a negative ``grace``.
@@ -190,11 +189,9 @@ class Share:
 
     Args:
         settings: equal on all workers.
-        outer: the outer step; a ``RadialDirectional`` needs norms.
         fragments: how many.
         worker: this worker's index.
         workers: W.
-        embeddings: names of parameters that ``RadialDirectional`` averages plainly.
         clock: this worker's.
 
     Attributes:
@@ -218,17 +215,13 @@ class Share:
     def __init__(
         self,
         settings: Unequal,
-        outer: Outer,
         fragments: int,
         worker: int,
         workers: int,
-        embeddings: Collection[str],
         clock: Clock,
     ) -> None:
         self.settings, self.clock = settings, clock
         self.worker, self.workers = worker, workers
-        self._radial = isinstance(outer, RadialDirectional)
-        self._embeddings = embeddings
         self.figures: dict[str, float] = {}
         self._fragments = fragments
         self.restart()
@@ -252,13 +245,9 @@ class Share:
         return self.settings.pace == "measured" or self.settings.grace is not None
 
     @property
-    def _needs_norms(self) -> bool:
-        return self._radial or self.settings.median_clip
-
-    @property
     def agrees(self) -> bool:
         """Whether workers gather numbers before an exchange."""
-        return self._measures or self._needs_norms or self.settings.weigh != "equal"
+        return self._measures or self.settings.median_clip or self.settings.weigh != "equal"
 
     def rests(self, position: int, length: int) -> bool:
         """Return whether this worker skips the next of a round's ``length`` steps."""
@@ -312,16 +301,15 @@ class Share:
         if not self._late:
             self._steps[index] = self._tokens[index] = 0
         own = torch.tensor(numbers, dtype=torch.float32, device=distance.device)
-        if self._needs_norms:
+        if self.settings.median_clip:
             norms = [torch.linalg.vector_norm(piece) for piece in distance.split(sizes)]
             own = torch.cat([own, torch.stack(norms).float()])
         gathered = own.new_zeros(self.workers, own.numel())
-        plain = [name in self._embeddings for name in shapes]
 
         def flow() -> Flow:
             payloads = yield Gather((own,))
             torch.stack([payload[0] for payload in payloads], out=gathered)
-            scales = self._scales(gathered, plain)[self.worker].to(distance.dtype)
+            scales = self._scales(gathered)[self.worker].to(distance.dtype)
             for number, piece in enumerate(distance.split(sizes)):
                 scale = scales[min(number, scales.numel() - 1)]
                 # Not only multiplied: 0 · NaN would be NaN.
@@ -329,11 +317,14 @@ class Share:
 
         return flow(), gathered
 
-    def _shares(self, gathered: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``w_i·W/Σ_j w_j``, ``(W, 1)``, and the clip ``a_i``, ``(W, T)`` or ``(W, 1)``."""
+    def _scales(self, gathered: Tensor) -> Tensor:
+        """Return what each worker multiplies its tensors by, ``(W, T)``; ``(W, 1)`` if by one.
+
+        That is the share ``w_i·W/Σ_j w_j`` times the clip ``a_i``.
+        """
         numbers = gathered.double()
         weights, steps, norms = numbers[:, :1], numbers[:, 1:2].clamp(min=1), numbers[:, _OWN:]
-        clip = torch.ones_like(norms if norms.numel() else weights)
+        clip = torch.ones_like(weights)
         if self.settings.median_clip:
             weights = weights * norms.isfinite().all(1, keepdim=True)
             counted = weights > 0
@@ -341,31 +332,16 @@ class Share:
             middle = ((counted.sum(0) - 1) // 2).clamp(min=0)
             limits = ranked.index_select(0, middle) * steps
             clip = torch.where(norms > limits, limits / norms, 1.0)
-        return weights * self.workers / weights.sum().clamp(min=1e-30), clip
+        shares = weights * self.workers / weights.sum().clamp(min=1e-30)
+        return torch.where(shares > 0, shares * clip, 0.0)
 
-    def _scales(self, gathered: Tensor, plain: Sequence[bool]) -> Tensor:
-        """Return what each worker multiplies its tensors by, ``(W, T)``; ``(W, 1)`` if by one."""
-        shares, clip = self._shares(gathered)
-        scales = shares * clip
-        if self._radial:
-            norms = gathered[:, _OWN:].double().clamp(min=1e-12)
-            averaged = torch.tensor(plain, dtype=torch.bool, device=gathered.device)
-            scales = torch.where(averaged, scales, shares / norms)
-        return torch.where(shares > 0, scales, 0.0)
-
-    def arrived(
-        self, index: int, mean: Tensor, shapes: Mapping[str, tuple[int, ...]], gathered: Tensor
-    ) -> None:
-        """Turn the mean of the contributions into Δ̄, in place, and learn the others' speeds.
+    def arrived(self, index: int, gathered: Tensor) -> None:
+        """Learn the others' speeds from an exchange.
 
         Args:
             index: of the fragment.
-            mean: of the contributions, ``(numel,)``, equal on all workers.
-            shapes: of its tensors, by parameter name.
             gathered: as ``contribute`` has returned it.
         """
-        if self._radial:
-            self._lengthen(mean, shapes, gathered)
         weights, steps, pace = gathered[:, :_OWN].double().T.tolist()
         self.figures = {"workers_on_time": sum(weight > 0 for weight in weights)}
         self.figures |= {"least_steps": min(steps), "most_steps": max(steps)}
@@ -377,23 +353,6 @@ class Share:
                 self.most = max(0, math.floor(self.clock.spare() / self._each + 1e-6))
             self._timed = 0
             self._begin_timing()
-
-    def _lengthen(
-        self, mean: Tensor, shapes: Mapping[str, tuple[int, ...]], gathered: Tensor
-    ) -> None:
-        """Give the mean direction of each tensor the mean norm: ``N·φ(mean)``.
-
-        Norms are summed in float64 and rounded to float32: how a machine sums must not show, as all
-        workers need the same bits.
-        """
-        shares, clip = self._shares(gathered)
-        norms = torch.where(shares > 0, gathered[:, _OWN:].double() * clip, 0.0)
-        lengths = (shares * norms).mean(0).float()
-        pieces = mean.split([math.prod(shape) for shape in shapes.values()])
-        for name, piece, length in zip(shapes, pieces, lengths, strict=True):
-            if name not in self._embeddings:
-                norm = piece.double().square().sum().sqrt().float().clamp(min=1e-12)
-                piece.mul_((length / norm).to(piece.dtype))
 
     def _follow(self, pace: Sequence[float]) -> None:
         """Set speeds by the seconds of each worker's step; 0 of one that has made none."""

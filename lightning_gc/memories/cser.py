@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.core import Bucket, Choice, Flow
+from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
@@ -24,7 +25,7 @@ class CSER(Memory):
     mean of ``γ·e``. Nothing is lost, as with ``ErrorFeedback``. Costs one float32 per parameter and
     worker, a second one while a bucket is exchanged, a copy of the weights while they are moved,
     and a dense all-reduce every ``every`` steps: at 128, as many bytes as a density of about 0.8 %.
-    Meant for SGD, whose step is γ times what is sent. Errors are in units of the gradient: after a
+    Meant for SGD: its step is γ times what is sent. Errors are in units of the gradient: after a
     change of γ the weights move by the new γ times an error that arose at the old one.
 
     Differences from the paper: its resets have a second compressor, and are dense only as a special
@@ -53,9 +54,7 @@ class CSER(Memory):
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.every != int(self.every):
-            raise ValueError(
-                f"CSER(every={self.every!r}): give a whole number of steps, at least 1."
-            )
+            refuse("CSER", "give a whole number of steps, at least 1", every=self.every)
 
     @property
     def lookahead(self) -> float:

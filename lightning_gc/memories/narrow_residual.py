@@ -1,4 +1,4 @@
-"""NarrowResidual: error feedback whose errors are kept in 8 or 16 bits."""
+"""NarrowResidual: error feedback with errors in 8 or 16 bits."""
 
 from __future__ import annotations
 

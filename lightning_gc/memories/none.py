@@ -12,7 +12,7 @@ from lightning_gc.memories.base import GradientExchange, Memory, State
 class NoMemory(Memory):
     """Compress the gradient itself and drop the error.
 
-    Right for unbiased compressors, whose errors average out; costs nothing. Within one step what
+    Right for unbiased compressors: their errors average out. Costs nothing. Within one step what
     was sent and the dropped error add up to the gradient.
 
     Example:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.splitmix import words
 
 Kept: TypeAlias = tuple[Tensor, ...]
@@ -117,6 +118,7 @@ class Int8Blocks(Storage):
 
     def _exponents(self, blocks: Tensor) -> Tensor:
         largest = blocks.abs().amax(dim=1)  # (b,)
+        # The largest element is from 64 to below 128 steps: 7 bits, and one for the sign.
         exponents = (largest.view(torch.int32) >> _FRACTION) - _EXPONENT_BIAS - 6
         exponents.clamp_(-126, 121)
         exponents += largest > 127 * _power(exponents)
@@ -151,9 +153,7 @@ STORAGES: dict[str, Storage] = {"int8": Int8Blocks(), "bfloat16": BFloat16()}
 def check_dtype(name: str, dtype: str) -> None:
     """Raise ValueError unless a storage has this name."""
     if dtype not in STORAGES:
-        raise ValueError(
-            f"{name}(dtype={dtype!r}): use 'int8' or 'bfloat16', or ErrorFeedback() for float32."
-        )
+        refuse(name, "use 'int8' or 'bfloat16', or ErrorFeedback() for float32", dtype=dtype)
 
 
 class _Draw:

@@ -23,6 +23,7 @@ from lightning_gc.compressors.base import (
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Field, Range
+from lightning_gc.core.combinations import RULES, shown
 from lightning_gc.core.registry import path_of, required_fields, subclasses
 from lightning_gc.engine.compatibility import combine, waits_of_step
 from lightning_gc.kernels import dispatch
@@ -43,7 +44,7 @@ SPREAD = 0.004
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """Describe one class in the catalogue.
 
     Attributes:
@@ -62,7 +63,7 @@ class Entry:
         return (inspect.getdoc(self.cls) or "").partition("\n")[0]
 
 
-def compressor_entry(name: str, cls: type[Compressor]) -> Entry:
+def compressor_entry(name: str, cls: type[Compressor]) -> CatalogueEntry:
     """Return a compressor's entry: declarations and bits per element of its default instance."""
     compressor = cls()
     _, memory, scheme = combine(compressor)
@@ -77,7 +78,7 @@ def compressor_entry(name: str, cls: type[Compressor]) -> Entry:
         "scheme": "its own rounds" if scheme is None else written(scheme),
         "reference": cited(inspect.getdoc(cls) or ""),
     }
-    return Entry(name, cls, cells)
+    return CatalogueEntry(name, cls, cells)
 
 
 def properties(compressor: Compressor) -> list[str]:
@@ -141,7 +142,7 @@ def written(instance: Any) -> str:
     return f"{cls.__name__}({', '.join(f'{name}={given[name]!r}' for name in shown)})"
 
 
-def memory_entry(name: str, cls: type[Memory]) -> Entry:
+def memory_entry(name: str, cls: type[Memory]) -> CatalogueEntry:
     """Return the entry of a memory: the laws that it keeps, and its bytes per parameter."""
     memory = cls()
     each = 4 if memory.stored is None else memory.stored.bytes_per_element
@@ -151,10 +152,10 @@ def memory_entry(name: str, cls: type[Memory]) -> Entry:
         "bytes per parameter": f"{each * len(memory.buffers):.3g}",
         "fields": _fields(cls),
     }
-    return Entry(name, cls, cells)
+    return CatalogueEntry(name, cls, cells)
 
 
-def scheme_entry(name: str, cls: type[Scheme]) -> Entry:
+def scheme_entry(name: str, cls: type[Scheme]) -> CatalogueEntry:
     """Return the entry of a scheme: the compressors that it accepts."""
     codecs = {name: c() for name, c in COMPRESSORS.items() if isinstance(c().method, Codec)}
     taken = sorted(name for name, codec in codecs.items() if _takes(cls(), codec))
@@ -162,7 +163,7 @@ def scheme_entry(name: str, cls: type[Scheme]) -> Entry:
     takes = ", ".join(taken)
     if len(others) < len(taken):
         takes = f"all codecs but {', '.join(others)}" if others else "all codecs"
-    return Entry(name, cls, {"takes": takes, "fields": _fields(cls)})
+    return CatalogueEntry(name, cls, {"takes": takes, "fields": _fields(cls)})
 
 
 def _takes(scheme: Scheme, compressor: Compressor) -> bool:
@@ -173,7 +174,7 @@ def _takes(scheme: Scheme, compressor: Compressor) -> bool:
     return True
 
 
-def wire_entry(name: str, cls: type[Compressor]) -> Entry:
+def wire_entry(name: str, cls: type[Compressor]) -> CatalogueEntry:
     """Return the wire format of the default instance for a tensor of ``NUMEL`` elements."""
     wire = cls().wire(NUMEL)
     varies = any(field.varies != "no" for field in wire)
@@ -181,7 +182,7 @@ def wire_entry(name: str, cls: type[Compressor]) -> Entry:
         f"tensors for {NUMEL:,} elements": ";\n".join(map(_tensor, wire)),
         "bytes": f"{'≤ ' * varies}{sum(field.nbytes for field in wire):,}",
     }
-    return Entry(name, cls, cells)
+    return CatalogueEntry(name, cls, cells)
 
 
 def _tensor(field: Field) -> str:
@@ -190,7 +191,7 @@ def _tensor(field: Field) -> str:
     return f"{text} ({field.note})" if field.note else text
 
 
-def waits_entry(name: str, cls: type[Compressor]) -> Entry:
+def waits_entry(name: str, cls: type[Compressor]) -> CatalogueEntry:
     """Return the entry of waits: how often the default instance makes the host wait for a GPU."""
     compressor = cls()
     scheme = combine(compressor)[2]
@@ -201,7 +202,7 @@ def waits_entry(name: str, cls: type[Compressor]) -> Entry:
         "default scheme": "its own rounds" if scheme is None else written(scheme),
         f"a tensor in a step of {WORKERS} workers": str(waits_of_step(compressor, scheme, WORKERS)),
     }
-    return Entry(name, cls, cells)
+    return CatalogueEntry(name, cls, cells)
 
 
 def _knob(knob: Knob) -> str:
@@ -223,20 +224,22 @@ def _fields(cls: type[Any]) -> str:
     )
 
 
-def _entries(entry: Callable[[str, Any], Entry], classes: Mapping[str, type]) -> list[Entry]:
+def _entries(
+    entry: Callable[[str, Any], CatalogueEntry], classes: Mapping[str, type]
+) -> list[CatalogueEntry]:
     return [entry(*item) for item in sorted(classes.items())]
 
 
-def _kind(entry: Entry) -> str:
+def _kind(entry: CatalogueEntry) -> str:
     return entry.cells["kind"].partition(",")[0]
 
 
-FAMILIES: dict[str, Callable[[], list[Entry]]] = {
+FAMILIES: dict[str, Callable[[], list[CatalogueEntry]]] = {
     "compressors": lambda: sorted(_entries(compressor_entry, COMPRESSORS), key=_kind),
     "memories": lambda: _entries(memory_entry, MEMORIES),
     "schemes": lambda: _entries(scheme_entry, SCHEMES),
     "controllers": lambda: _entries(
-        lambda name, cls: Entry(name, cls, {"fields": _fields(cls)}),
+        lambda name, cls: CatalogueEntry(name, cls, {"fields": _fields(cls)}),
         subclasses(vars(controllers), Controller),
     ),
     "waits": lambda: _entries(waits_entry, COMPRESSORS),
@@ -345,6 +348,13 @@ def start_markdown() -> str:
     return text_table.markdown(_START_HEAD, [row[1:] for row in START], _START_HEAD)
 
 
+_COMBINATIONS_HEAD = ("where", "what does not go together")
+
+
+def _combinations() -> list[tuple[str, str]]:
+    return [(place, shown(sentence)) for place, rules in RULES.items() for sentence in rules]
+
+
 def to_tune(compressor: type[Compressor]) -> str:
     """Return what to tune again with a compressor of ``START``, or "" for others."""
     found = (row.tune for row in START if COMPRESSORS.get(row.name) is compressor)
@@ -360,13 +370,15 @@ def plain(family: str, width: int, all_columns: bool = False) -> str:
     """Return one family as text of at most ``width`` characters a line.
 
     Args:
-        family: "start", or one of ``FAMILIES``.
+        family: "start", "combinations", or one of ``FAMILIES``.
         width: see ``text_table.plain``.
         all_columns: give each declaration its own column. Otherwise each class has one line; waits
             and wire formats, which have no description, are tables anyway.
     """
     if family == "start":
         return f"Start here\n\n{start_text(width)}"
+    if family == "combinations":
+        return f"Combinations\n\n{text_table.plain(_COMBINATIONS_HEAD, _combinations(), width)}"
     entries, table = FAMILIES[family](), []
     if not all_columns and family not in _FIGURES:
         return _lines(family, entries, width)
@@ -381,7 +393,7 @@ def plain(family: str, width: int, all_columns: bool = False) -> str:
     return f"{family.capitalize()}\n\n{lines}\n"
 
 
-def _lines(family: str, entries: Sequence[Entry], width: int) -> str:
+def _lines(family: str, entries: Sequence[CatalogueEntry], width: int) -> str:
     """Return one line per class: its name, then what it does, cut at ``width``."""
     size = max(len(entry.name) for entry in entries)
     found = [family.capitalize()]
@@ -399,6 +411,9 @@ def markdown(family: str) -> str:
     """
     if family == "start":
         return start_markdown()
+    if family == "combinations":
+        rows = [(place, re.sub(r"<(\w+)>", r"*\1*", said)) for place, said in _combinations()]
+        return text_table.markdown(_COMBINATIONS_HEAD, rows, _COMBINATIONS_HEAD)
     table = []
     for entry in FAMILIES[family]():
         cells = {heading: _on_page(text) for heading, text in entry.cells.items()}

@@ -119,7 +119,7 @@ def label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None
     A name that fits nowhere near its point is left out.
 
     Args:
-        axes: whose limits are final.
+        axes: their limits are final.
         points: x, y and the name of each; points without a name are kept free.
     """
     figure: Any = axes.figure

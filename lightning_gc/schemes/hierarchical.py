@@ -48,7 +48,7 @@ class Hierarchical(NodeScheme):
         monitor shows the former as ``node_bytes``.
 
     Raises:
-        ValueError: ``workers_per_node`` below 1; a compressor whose workers vote, as a node would
+        ValueError: ``workers_per_node`` below 1; a compressor with a vote, as a node would
             have one vote; a compressor with its own rounds, such as ``PowerSGD``.
 
     Example:

@@ -84,7 +84,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitNumbers:
-    """Finds ranks that exchange different units, whose contents would be mixed silently.
+    """Finds ranks that exchange different units: their contents would be mixed silently.
 
     Args:
         names: of the units, equal on all ranks.

@@ -114,7 +114,7 @@ def take_over_shards(
     Args:
         model: sharded over the ranks of each replica.
         between: the group of ranks that have the same shards.
-        tensors: the tensor-parallel group, whose ranks begin with equal copies of what they have in
+        tensors: the tensor-parallel group: its ranks begin with equal copies of what they have in
             common.
     """
     reshard(model)
@@ -170,8 +170,9 @@ def synchronizer_of_shards(
     made: list[Synchronizer] = []
 
     def make() -> str:
-        parts = (workers, device, between)
-        made.append(Synchronizer(*parts, purpose=purpose, groups=columns, **others))
+        made.append(
+            Synchronizer(workers, device, between, purpose=purpose, groups=columns, **others)
+        )
         return ""
 
     on_all_ranks(make, device)
@@ -184,7 +185,7 @@ Submit = Callable[[Tensor, Shapes], torch.futures.Future[Tensor]]
 
 
 @dataclass
-class _Bucket:
+class _UnitBucket:
     """Units that are exchanged together; ``flat`` is their gradient in the current pass."""
 
     units: Sequence[Unit]
@@ -323,7 +324,7 @@ class ShardBuckets:
         if not self.blocked:
             self._send(lambda each: each.complete)
 
-    def _collect(self, bucket: _Bucket, pieces: Sequence[Piece]) -> None:
+    def _collect(self, bucket: _UnitBucket, pieces: Sequence[Piece]) -> None:
         """Move into the bucket what passes have added up, if ``zero_grad`` has left it."""
         assert bucket.flat is not None
         for piece in pieces:
@@ -333,12 +334,12 @@ class ShardBuckets:
                 bucket.flat[bucket.place(piece)].add_(added_up.reshape(-1))
                 added_up.zero_()
 
-    def _flat(self, bucket: _Bucket, device: torch.device) -> Tensor:
+    def _flat(self, bucket: _UnitBucket, device: torch.device) -> Tensor:
         if bucket.flat is None:
             bucket.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
         return bucket.flat
 
-    def _send(self, ready: Callable[[_Bucket], bool]) -> None:
+    def _send(self, ready: Callable[[_UnitBucket], bool]) -> None:
         """Submit buckets in their order, up to the first that is not ready."""
         for bucket in self._buckets:
             if bucket.mean is not None:
@@ -380,7 +381,7 @@ class ShardBuckets:
         self.node_bytes, self._sent = self._sent, 0
         self._end_round()
 
-    def _put(self, bucket: _Bucket) -> None:
+    def _put(self, bucket: _UnitBucket) -> None:
         """Add a bucket's means to the gradients, where FSDP2 has seen zeros."""
         assert bucket.flat is not None
         used_here(bucket.flat)
@@ -394,15 +395,15 @@ class ShardBuckets:
 
 def _joined(
     units: Sequence[Unit], names: Mapping[Tensor, str], capacity: float
-) -> Iterator[_Bucket]:
+) -> Iterator[_UnitBucket]:
     """Yield buckets of consecutive units of one dtype, each closed when it reaches ``capacity``."""
     held: list[Unit] = []
     size = 0
     for unit in units:
         if held and (size >= capacity or held[-1].dtype != unit.dtype):
-            yield _Bucket(held, names, held[-1].dtype)
+            yield _UnitBucket(held, names, held[-1].dtype)
             held, size = [], 0
         held.append(unit)
         size += unit.padded_numel() * unit.dtype.itemsize  # as long on all ranks of a node
     if held:
-        yield _Bucket(held, names, held[-1].dtype)
+        yield _UnitBucket(held, names, held[-1].dtype)

@@ -1,4 +1,4 @@
-"""ShardedWorkers: the engine of a worker whose parameters are shared out among a node's ranks."""
+"""ShardedWorkers: the engine of a worker with its parameters shared out among a node's ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_gc.checkpoint.shard_store import Part
+from lightning_gc.checkpoint.shard_store import ShardPart
 from lightning_gc.compressors.wrappers.size_switch import for_shards
 from lightning_gc.engine import Engine
 from lightning_gc.engine.error_buffers import Made
@@ -32,17 +32,17 @@ class Block(NamedTuple):
         copies: ranks of the tensor-parallel group that have the same block.
     """
 
-    part: Part
+    part: ShardPart
     dim: int
     copies: int
 
-    def shard(self, index: int, shards: int) -> Part:
+    def shard(self, index: int, shards: int) -> ShardPart:
         """Return one of S shards as a place in the parameter; the last ones may be empty."""
         shape, offsets, sizes = self.part
         length = shard_shape(sizes, self.dim, shards)[self.dim]
         begin = min(index * length, sizes[self.dim])
         stop = min(begin + length, sizes[self.dim])
-        return Part(
+        return ShardPart(
             shape,
             tuple(o + begin if d == self.dim else o for d, o in enumerate(offsets)),
             tuple(stop - begin if d == self.dim else n for d, n in enumerate(sizes)),
@@ -65,7 +65,7 @@ def block_of(param: Any, dims: int, tensor_ranks: int) -> Block:
             offsets[placement.dim] += mesh.get_local_rank(number) * length
             sizes[placement.dim] = length
             copies //= mesh.size(number)
-    part = Part(shape, tuple(offsets), tuple(sizes))
+    part = ShardPart(shape, tuple(offsets), tuple(sizes))
     return Block(part, int(param.placements[dims - 1].dim), copies)
 
 
@@ -134,7 +134,7 @@ class ShardedWorkers(Workers):
         """Do nothing: buckets of shards have one layout from the first round on."""
 
     @property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, ShardPart]:
         """Parameter name -> this process's part of it."""
         places = self.shard, self.shards
         return {name: self.blocks[param].shard(*places) for param, name in self.names.items()}
@@ -190,7 +190,7 @@ class FSDPWorkers(ShardedWorkers):
         return {name: part.sizes for name, part in self.parts.items()}
 
     @property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, ShardPart]:
         """Parameter name -> this rank's block."""
         return {name: self.blocks[param].part for param, name in self.names.items()}
 
@@ -245,10 +245,16 @@ class _PaddedEngine(Engine):
     """Compresses parameters in padded shapes; their state has the parameters' own outside."""
 
     def __init__(
-        self, parts: Configuration, worker: int, workers: int, cuts: Mapping[str, Cut]
+        self, made: Configuration, worker: int, workers: int, cuts: Mapping[str, Cut]
     ) -> None:
-        given = parts.compressor, parts.memory, parts.scheme
-        super().__init__(*given, worker=worker, workers=workers, seed=parts.seed)
+        super().__init__(
+            made.compressor,
+            made.memory,
+            made.scheme,
+            worker=worker,
+            workers=workers,
+            seed=made.seed,
+        )
         self._cuts = cuts
         self.padding = {name: cut.padding for name, cut in cuts.items() if cut.padding}
 

@@ -48,7 +48,7 @@ class WeightDifferences(Settings):
     gradients and optimizer state.
 
     Args:
-        compressor: a quantiser of at least about 4 bits, whose error is less than the tensor.
+        compressor: a quantiser of at least about 4 bits, with an error less than the tensor.
 
     Example:
         >>> from lightning_gc import QSGD, CompressedFSDPStrategy, Float4, WeightDifferences
@@ -144,7 +144,7 @@ def _knob(compressor: Compressor, most: float) -> Knob | None:
     return replace(knob, low=fits[0], high=fits[-1])
 
 
-class _Part(NamedTuple):
+class _Placed(NamedTuple):
     """Where a parameter lies in a row, and what encodes it.
 
     Attributes:
@@ -213,14 +213,14 @@ class UnitGathers:
         for unit, gather in zip(self._units, self._gathers, strict=True):
             unit.gather_by(gather)
 
-    def _parts(self, unit: Unit) -> Iterator[_Part]:
+    def _parts(self, unit: Unit) -> Iterator[_Placed]:
         for column in unit.columns(frozen=True):
             name, whole = self._names[column.param], stacked(column.shape, self.workers)
             kept = column.param.is_floating_point() and self._levels.takes(whole)
-            part = _Part(name, column.start, column.stop, whole, kept)
+            part = _Placed(name, column.start, column.stop, whole, kept)
             yield part._replace(codec=self._codec(part))
 
-    def _codec(self, part: _Part) -> Codec | None:
+    def _codec(self, part: _Placed) -> Codec | None:
         compressor = self._levels.compressor_of(part.name, part.shape) if part.kept else None
         return None if compressor is None else cast(Codec, compressor.method)
 
@@ -316,7 +316,7 @@ class UnitGather:
     # is queued on that stream. `output_tensor` belongs to the copy-in stream; FSDP2 keeps it until
     # its event, as for its own all-gather.
 
-    def __init__(self, name: str, parts: Sequence[_Part], leg: UnitGathers) -> None:
+    def __init__(self, name: str, parts: Sequence[_Placed], leg: UnitGathers) -> None:
         self.name, self.parts, self._leg = name, parts, leg
         self._known: Tensor | None = None  # (W, k): what all ranks have
         self._own = 0  # this rank's row
@@ -419,8 +419,8 @@ class UnitGather:
                 part.codec.whole.receive(payload, decoded, 1.0, bucket, sender)
                 there.copy_(decoded)
 
-    def _bucket(self, part: _Part, flat: Tensor, worker: int) -> Bucket:
-        """Return the bucket of one rank's shard, whose random numbers are its own."""
+    def _bucket(self, part: _Placed, flat: Tensor, worker: int) -> Bucket:
+        """Return the bucket of one rank's shard, with this shard's random numbers."""
         leg = self._leg
         shapes = {f"{part.name}@": (flat.numel(),)}  # not the numbers that its gradient draws
         step, seed = leg.step(), leg.settings.seed

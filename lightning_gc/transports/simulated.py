@@ -28,6 +28,7 @@ from lightning_gc.transports.base import (
     laid_out,
     lengths_of,
     reduce_scatter_bytes,
+    uneven_gather_bytes,
 )
 from lightning_gc.transports.network_model import NetworkModel
 from lightning_gc.transports.peer_error import MessageError
@@ -97,7 +98,7 @@ class Simulated:
         else:
             replies = self._mean_shard([r for r in requests if isinstance(r, MeanShard)])
         sent = [now - then for now, then in zip(self.sent_bytes, before, strict=True)]
-        # In a ring one worker's most is another's.
+        # In a ring the next worker receives what this one sends.
         received = self._arrived if isinstance(first, Exchange) else sent
         self.busiest = max(sent), max(received)
         return replies
@@ -132,7 +133,7 @@ class Simulated:
     def _gather(self, requests: Sequence[Gather]) -> list[Reply]:
         first = requests[0]
         own = [laid_out(r.tensors, r.limits).nbytes for r in requests]
-        size, lengths = max(own), 0
+        lengths = 0
         if first.limits is not None:
             for sender, r in enumerate(requests):
                 check_lengths(lengths_of(r.tensors), first.tensors, first.limits, sender)
@@ -143,10 +144,10 @@ class Simulated:
                     )
             if first.lengths is None:
                 lengths = LENGTH_BYTES * len(first.tensors)
-                size += lengths
         for sender, nbytes in enumerate(own):
             self.message_bytes[sender] += nbytes + lengths
-        self._count(all_gather_bytes(size, self.workers))
+            self.sent_bytes[sender] += uneven_gather_bytes(own, sender)
+        self._count(all_gather_bytes(lengths, self.workers))
         return [[list(r.tensors) for r in requests] for _ in requests]
 
     def _exchange(self, requests: Sequence[Exchange]) -> list[Reply]:

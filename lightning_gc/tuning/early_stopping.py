@@ -98,8 +98,8 @@ class EarlyStopping:
     def update(self, logged: Mapping[str, float]) -> bool:
         """Return whether the run continues, given the values logged so far.
 
-        Without an epoch's ``seconds``, ``logged`` holds the totals of a finished run whose last
-        epochs had no validation. Then only the budget is checked.
+        Without an epoch's ``seconds``, ``logged`` holds the totals of a finished run without
+        validation in its last epochs. Then only the budget is checked.
 
         Raises:
             MissingMetric: the metric was not logged.

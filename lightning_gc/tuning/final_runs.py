@@ -79,7 +79,7 @@ def finals_total(
 ) -> int:
     """Return the number of a method's final runs; before the last trial, as if it will have a best.
 
-    A study whose trials have all failed has none.
+    A study in which all trials have failed has none.
     """
     if has_room(study, experiment.trials):
         return len(experiment.seeds) * (1 if method.name == DENSE else 3)

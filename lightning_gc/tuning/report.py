@@ -18,15 +18,16 @@ from matplotlib.ticker import MaxNLocator
 from optuna.storages import BaseStorage
 
 from lightning_gc.compressors import COMPRESSORS
+from lightning_gc.core.refusal import refuse
 from lightning_gc.methods import plot_style, text_table
 from lightning_gc.methods.method import DENSE
 from lightning_gc.tuning.final_runs import RETURNED
 from lightning_gc.tuning.journal import open_storage
 from lightning_gc.tuning.tables import (
     TOP,
+    ReportTable,
     Row,
     Studies,
-    Table,
     is_log,
     rules_of,
     sizes_of,
@@ -117,7 +118,7 @@ class Section:
 
     title: str
     text: str
-    table: Table | None = None
+    table: ReportTable | None = None
     plot: str | None = None
 
 
@@ -149,13 +150,13 @@ def find_studies(
     is_path = not isinstance(storage, BaseStorage) and "://" not in str(storage)
     # open_storage would create a missing journal: here the path is mistyped.
     if is_path and not Path(str(storage)).is_file():
-        raise ValueError(f"The journal {storage} does not exist. lightning-gc tune makes one.")
+        refuse(f"The journal {storage} does not exist. lightning-gc tune makes one")
     storage = open_storage(storage)
     names = optuna.get_all_study_names(storage=storage)
     held = sorted({name.partition("/")[0] for name in names if "/" in name})
     it_holds = f"It holds {', '.join(held) or 'none'}"
     if not experiment and len(held) != 1:
-        raise ValueError(f"Name the experiment to report on. {it_holds}.")
+        refuse(f"Name the experiment to report on. {it_holds}")
     experiment = experiment or held[0]
     studies = {
         name.partition("/")[2]: optuna.load_study(study_name=name, storage=storage)
@@ -163,7 +164,7 @@ def find_studies(
         if name.startswith(f"{experiment}/")
     }
     if not studies:
-        raise ValueError(f"The storage holds no experiment {experiment!r}. {it_holds}.")
+        refuse(f"The storage holds no experiment {experiment!r}. {it_holds}")
     return experiment, studies
 
 
@@ -180,9 +181,7 @@ def write(out: Path, experiment: str, studies: Studies) -> list[Path]:
         files[out / "tables" / f"{name}.csv"] = table.to_csv().encode()
     there = [file for file in files if file.exists()]
     if there and not (page.is_file() and page.read_bytes().startswith(_HEAD.encode())):
-        raise ValueError(
-            f"{there[0]} is not of a report and would be overwritten. Give another folder."
-        )
+        refuse(f"{there[0]} is not of a report and would be overwritten. Give another folder")
     for file, content in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
@@ -216,7 +215,7 @@ def results_text(studies: Studies, width: int) -> str:
     return "\n".join([f"{table}\n{better}", *findings(studies, found["results"])])
 
 
-def findings(studies: Studies, results: Table) -> list[str]:
+def findings(studies: Studies, results: ReportTable) -> list[str]:
     """Return a sentence for each compressed method: its result compared with dense's, its bytes.
 
     A difference is "more than the spread" if it exceeds ``sqrt(s² + d²)``, for the standard
@@ -242,7 +241,7 @@ def findings(studies: Studies, results: Table) -> list[str]:
 
 
 def _better_dense(rows: Mapping[str, Row], sign: int) -> str:
-    """Return with whose hyper-parameters dense training is best, if not with its own; or ""."""
+    """Return the method with dense training's best hyper-parameters, if not dense; or ""."""
     dense = rows.get(DENSE, {})
     own, best = _figures(dense, "test"), ""
     least = own
@@ -352,12 +351,12 @@ def file_name(name: str) -> str:
 
 
 def _sections(
-    found: dict[str, Table],
+    found: dict[str, ReportTable],
     drawn: dict[str, bytes],
     sizes: tuple[str, str],
     slower: float | None,
 ) -> list[Section]:
-    def section(name: str, table: Table | None = None, plot: str | None = None) -> Section:
+    def section(name: str, table: ReportTable | None = None, plot: str | None = None) -> Section:
         parameter = name.removeprefix("tuned_")
         title, text = _SECTIONS[name if name in _SECTIONS else "tuned"]
         return Section(title.format(parameter), text, table, plot)
@@ -377,7 +376,7 @@ def _seconds(slower: float | None) -> Section:
     return Section(title, text.format(times if slower is not None and slower >= BUSY else ""))
 
 
-def _summary(results: Table, sizes: tuple[str, str]) -> Table:
+def _summary(results: ReportTable, sizes: tuple[str, str]) -> ReportTable:
     """Return the results in as few columns as fit a page."""
     rows = tuple(
         {
@@ -392,7 +391,7 @@ def _summary(results: Table, sizes: tuple[str, str]) -> Table:
         }
         for row in results.rows
     )
-    return Table(tuple(rows[0]), rows)
+    return ReportTable(tuple(rows[0]), rows)
 
 
 def _with_spread(row: dict[str, Any], column: str) -> str:
@@ -455,7 +454,7 @@ def _page(
     )
 
 
-def _cells(table: Table) -> list[list[str]]:
+def _cells(table: ReportTable) -> list[list[str]]:
     return [[_cell(row.get(column)) for column in table.columns] for row in table.rows]
 
 
@@ -467,7 +466,7 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def plots(studies: Studies, tables: dict[str, Table]) -> dict[str, bytes]:
+def plots(studies: Studies, tables: dict[str, ReportTable]) -> dict[str, bytes]:
     """Return ``{name: SVG}``; a plot that would be empty is left out."""
     metric = rules_of(studies)["metric"]
     found: dict[str, bytes] = {}

@@ -40,7 +40,7 @@ Studies = Mapping[str, optuna.Study]
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """A table of a report.
 
     Attributes:
@@ -66,7 +66,7 @@ def _no_formula(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
-def tables(studies: Studies) -> dict[str, Table]:
+def tables(studies: Studies) -> dict[str, ReportTable]:
     """Return all tables of an experiment's studies, by name."""
     # The dense baseline first.
     ordered = dict(sorted(studies.items(), key=lambda item: item[0] != DENSE))
@@ -86,7 +86,7 @@ def tables(studies: Studies) -> dict[str, Table]:
     for name, (rows, heads) in contents.items():
         columns = tuple(heads.split())
         cells = tuple(dict(zip(columns, row, strict=True)) for row in rows(ordered))
-        found[name] = Table(columns, cells)
+        found[name] = ReportTable(columns, cells)
     return found
 
 
@@ -161,9 +161,9 @@ def _final_runs(studies: Studies) -> Cells:
     for name, study in studies.items():
         for record in final_records(study, dense):
             of = name if record["source"] != RETURNED else DENSE
-            whose = {TUNED: name, TRANSFERRED: DENSE, RETURNED: name}[record["source"]]
+            tuned = {TUNED: name, TRANSFERRED: DENSE, RETURNED: name}[record["source"]]
             test = "diverged" if record["diverged"] else record["test"]
-            yield of, f"{whose}'s", record["seed"], record["validation"], test
+            yield of, f"{tuned}'s", record["seed"], record["validation"], test
 
 
 def _mean(records: list[Row]) -> tuple[Any, float | None]:

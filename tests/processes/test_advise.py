@@ -25,7 +25,7 @@ from lightning_gc.advice.report import Verdict, strategy_section
 from lightning_gc.advice.session import Session
 from lightning_gc.advice.traces import Asked, Trace
 from lightning_gc.bench.baselines import FP16, PLAIN
-from lightning_gc.controllers import BySize, Chain, Fixed
+from lightning_gc.controllers import Chain, Fixed, Plan
 from lightning_gc.exchange.timeline import Module
 from lightning_gc.transports.link import Link, alike
 from lightning_gc.transports.network_model import rate
@@ -298,7 +298,7 @@ def test_a_suggestion_that_needs_tuning_has_another_verdict_beside_it() -> None:
             {"class_path": "lightning_gc.controllers.Fixed", "init_args": {"level": 0.05}},
         ),
         (
-            Chain(Fixed(0.05), BySize({1024: 0.03, 8192: 0.007}), 1),
+            Chain(Fixed(0.05), Plan({"*.bias": 0.03, "*": 0.007}), 1),
             {
                 "class_path": "lightning_gc.controllers.Chain",
                 "init_args": {
@@ -307,8 +307,8 @@ def test_a_suggestion_that_needs_tuning_has_another_verdict_beside_it() -> None:
                         "init_args": {"level": 0.05},
                     },
                     "then": {
-                        "class_path": "lightning_gc.controllers.BySize",
-                        "init_args": {"levels": {1024: 0.03, 8192: 0.007}},
+                        "class_path": "lightning_gc.controllers.Plan",
+                        "init_args": {"levels": {"*.bias": 0.03, "*": 0.007}},
                     },
                     "at_epoch": 1,
                 },

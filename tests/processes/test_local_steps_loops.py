@@ -30,7 +30,6 @@ from lightning_gc import (
     LocalSteps,
     OuterSGD,
     PerParameter,
-    RadialDirectional,
     TopK,
     Unequal,
     attach,
@@ -181,7 +180,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped": {
         "compressor": QSGD(4),
         "every": 3,
-        "outer": RadialDirectional(OuterSGD.diloco()),
+        "outer": OuterSGD.diloco(),
         "unequal": Unequal(pace="equal", weigh="equal", median_clip=True),
     },
 }

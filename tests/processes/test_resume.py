@@ -28,9 +28,9 @@ from lightning_gc import (
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import (
     Accordion,
+    AdaQS,
     Chain,
     DynamicBitWidth,
-    EstimatedThreshold,
     Fixed,
     Schedule,
     TotalErrorBudget,
@@ -135,7 +135,7 @@ CONTROLLED = {
             ((9.0, 4), (1.0, 6), (0.5, 8)), monitor="val_loss", mode="min", loss_delta=0.2
         ),
     ),
-    "estimates": (PerParameter(HardThreshold(0.1)), EstimatedThreshold(k_min=0.05, epochs=3)),
+    "noise": (PerParameter(QSGD(3)), AdaQS(bits=3, factor=1.1)),
     "budget": (PerParameter(HardThreshold(0.1)), TotalErrorBudget(0.1)),
     "menu": (
         Menu({"topk": TopK(0.2), "powersgd": PowerSGD(2), "qsgd": QSGD(4), "dense": Identity()}),
@@ -143,7 +143,7 @@ CONTROLLED = {
     ),
     "chain": (EVERYWHERE, Chain(Schedule((0.5, None)), Fixed(0.1), at_epoch=3)),
 }
-BY_DAY = ("accordion", "bit width", "estimates", "menu")  # and "budget" within an epoch, below
+BY_DAY = ("accordion", "bit width", "noise", "menu")  # and "budget" within an epoch, below
 
 
 @pytest.mark.parametrize(

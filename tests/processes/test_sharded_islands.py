@@ -26,7 +26,6 @@ from lightning_gc import (
     LocalSteps,
     OuterSGD,
     PerParameter,
-    RadialDirectional,
     TopK,
     Unequal,
 )
@@ -575,7 +574,6 @@ def refused(rank: int) -> dict[str, str]:
         "no island": given(right, island=1),
         "zero": given(right, island=0),
         "elastic": given(right, elastic=Elastic("127.0.0.1:1")),
-        "radial": given(right, compressor=QSGD(4), outer=RadialDirectional()),
         "scaler": given(right, scaler=scaler),
         "unequal": given(right, unequal=Unequal(pace="equal", weigh="equal")),
     }
@@ -587,7 +585,6 @@ def refused(rank: int) -> dict[str, str]:
     found |= {
         "one trains complete weights": fits(sharded=not last),
         "means": fits(state="mean"),
-        "radial in a trainer": fits(compressor=QSGD(4), outer=RadialDirectional()),
         "validated": said(trainer_of().validate, Trained(rank), batches(rank, 1)),
     }
     sgd = torch.optim.SGD(right.parameters(), lr=0.1)
@@ -613,12 +610,10 @@ WORDS = {
     "no island": "give island=N",
     "zero": "give the number of processes",
     "elastic": "Leave elastic out",
-    "radial": "a rank has shards; use outer=OuterSGD",
     "scaler": "need no loss scaling",
     "unequal": "unlike speeds",
     "one trains complete weights": "Worker 3 has island=2, but worker 0 has island=2 of a model",
     "means": "use state='full'",
-    "radial in a trainer": "a rank has shards; use outer=OuterSGD",
     "validated": "only trained here",
     "made": "1",
 }

@@ -32,8 +32,8 @@ from lightning_gc import (
 )
 from lightning_gc.controllers import (
     Accordion,
+    AdaQS,
     Controller,
-    EstimatedThreshold,
     Schedule,
     TotalErrorBudget,
 )
@@ -271,10 +271,7 @@ def test_shares_of_an_epoch(local_steps: bool) -> None:
 CONTROLLED: dict[str, tuple[Any, Controller]] = {
     "accordion": (EVERYWHERE, Accordion(low=0.5, high=0.1, interval=1, threshold=0.2)),
     "budget": (PerParameter(HardThreshold(0.1)), TotalErrorBudget(0.1)),
-    "estimates": (
-        PerParameter(HardThreshold(0.1)),
-        EstimatedThreshold(k_min=0.05, epochs=2),
-    ),
+    "noise": (PerParameter(QSGD(3)), AdaQS(bits=3, factor=1.1)),
 }
 
 
@@ -288,10 +285,6 @@ def test_controllers_decide_alike() -> None:
     for name, case, them in zip(CONTROLLED, cases, runs, strict=True):
         us = simulated(2, case)
         assert len({str(levels) for levels in us["levels of steps"]}) > 1, name
-        for ours, theirs in zip(us["levels of steps"], them[0]["levels of steps"], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-6), name
-        if name == "estimates":
-            continue  # sums in another order: the level differs in its last digits
         assert us["levels of steps"] == them[0]["levels of steps"], name
         assert us["digest"] == them[0]["digest"], name
 

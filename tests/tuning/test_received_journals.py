@@ -22,7 +22,7 @@ from lightning_gc.tuning.failure_detector import FailureDetector
 from lightning_gc.tuning.final_runs import run_finals
 from lightning_gc.tuning.report import file_name
 from lightning_gc.tuning.studies import RULES
-from lightning_gc.tuning.tables import Table
+from lightning_gc.tuning.tables import ReportTable
 from tests.support.fitting import unwarned
 from tests.support.prepared import MARK, Evil, harmed
 from tests.support.tuning import Bowl, Data, compare, experiment
@@ -119,13 +119,13 @@ def test_no_cell_of_a_table_is_a_formula_and_numbers_stay_numbers(folder: Path) 
 
 @pytest.mark.parametrize("text", ["-1", "+1.5", "-2e-5", "-1E+5", "x-1", "1=1", "", " =1", "'=1"])
 def test_texts_that_compute_nothing_stay_as_they_are(text: str) -> None:
-    table = Table(("a",), ({"a": text},))
+    table = ReportTable(("a",), ({"a": text},))
     assert list(csv.DictReader(table.to_csv().splitlines())) == [{"a": text}]
 
 
 @pytest.mark.parametrize("text", ["=1", "@x", "-1+1", "+cmd|x", "-", "\tx", "\r=1", "\n=1", "-1\n"])
 def test_texts_that_might_are_marked(text: str) -> None:
-    assert f"'{text}" in Table(("a",), ({"a": text},)).to_csv()
+    assert f"'{text}" in ReportTable(("a",), ({"a": text},)).to_csv()
 
 
 def test_the_page_shows_tags_as_text(folder: Path) -> None:

@@ -16,7 +16,7 @@ from lightning_gc.tuning import open_storage, report
 from lightning_gc.tuning.final_runs import RETURNED, TRANSFERRED, TUNED
 from lightning_gc.tuning.report import find_studies, findings
 from lightning_gc.tuning.studies import RULES
-from lightning_gc.tuning.tables import Table, tables
+from lightning_gc.tuning.tables import ReportTable, tables
 
 TABLES = [
     *("results", "winners", "metric_against_ratio", "tuned_parameters"),
@@ -343,6 +343,6 @@ def test_a_finding_claims_what_the_data_show(
 ) -> None:
     _, studies = find_studies(storage)
     rows = ({"method": "dense", **dense}, {"method": "topk", **other})
-    (finding,) = findings(studies, Table(tuple(rows[0]), rows))
+    (finding,) = findings(studies, ReportTable(tuple(rows[0]), rows))
     assert finding.startswith("topk ")
     assert said in finding

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gc import HardThreshold, PerParameter, TopK
+from lightning_gc import TopK
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.control.probes import WorkerStatistics
-from lightning_gc.controllers import Decision, EstimatedThreshold, Needs, Observation
+from lightning_gc.controllers import Decision, Needs, Observation
 from lightning_gc.exchange.peers import Peers
 from tests.support.controlled_workers import CPU, NUMEL, Listens, Training, loop
 
@@ -91,47 +91,6 @@ def test_estimates_of_a_mean_are_not_off() -> None:
         figures = np.array([getattr(told, name) for told in controller.told[1:]])
         assert (figures < 0).any()
         assert abs(figures.mean()) < 3 * figures.std() / len(figures) ** 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 4])
-def test_the_estimated_threshold_of_gradients_as_in_the_papers_model(workers: int) -> None:
-    """λ by NumPy from all gradients, and by the model's own M, σ² and ζ² that made them."""
-    d, steps, k_min, m, sigma2, zeta2 = 600, 40, 0.05, 2.0, 30.0, 4.0
-    draw, epochs = np.random.default_rng(workers), 4
-    training = Training(workers, PerParameter(HardThreshold(1e-3)), d)
-    decide = loop(training, EstimatedThreshold(k_min, epochs))
-    rows = []
-    apart = draw.standard_normal((workers, d))
-    apart -= apart.mean(0)
-    apart *= (zeta2 * workers / max(np.square(apart).sum(), 1e-9)) ** 0.5
-    direction = draw.standard_normal(d)
-    for epoch in range(epochs):
-        decide(epoch)
-        mean = direction * 2 * (epoch + 1) / np.linalg.norm(direction) + apart  # ∇f_i, (W, d)
-        scale = ((m * np.square(mean).sum(1) + sigma2) / d) ** 0.5
-        made = mean + scale[:, None] * draw.standard_normal((steps, workers, d))
-        for gradients in made:
-            training.step(gradients)
-        noise = made.var(axis=0, ddof=1).sum(1).mean()
-        means = made.mean(axis=0)
-        squared = np.square(means).sum(1).mean()
-        common = np.square(means.mean(0)).sum()
-        dissimilarity = squared - common - noise / steps * (1 - 1 / workers)
-        rows.append((squared - noise / steps, noise, dissimilarity))
-    decide(epochs)
-    seen = np.array(rows)
-    slope, intercept = np.polyfit(seen[:, 0], seen[:, 1], 1)
-    zeta = max(seen[:, 2].mean(), 0.0)
-    level = training.workers.levels()["w"]
-    assert level == pytest.approx(longer_formula(k_min, d, slope, zeta, intercept), rel=1e-4)
-    made_with = longer_formula(k_min, d, m, zeta2 if workers > 1 else 0.0, sigma2)
-    assert level == pytest.approx(made_with, rel=0.05)
-
-
-def longer_formula(k_min: float, d: int, m: float, zeta2: float, sigma2: float) -> float:
-    k = k_min * d
-    return float(2 / np.sqrt(k) * np.sqrt((2 * d / k + m) * zeta2 + sigma2))
 
 
 class FirstBatch(Listens):

@@ -8,11 +8,11 @@ import pytest
 from lightning_gc import PerParameter, PowerSGD
 from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop, Moment
 from lightning_gc.controllers import (
-    BySize,
     Chain,
     Controller,
     Fixed,
     Needs,
+    Plan,
     RoundSchedule,
 )
 from lightning_gc.exchange.peers import Peers
@@ -97,7 +97,7 @@ def test_tensors_are_seen_at_a_level_that_does_not_compress_them(first: int) -> 
         decide(epoch)
         training.step(np.random.default_rng(epoch).standard_normal((1, 1600)))
     assert [one.sizes for one in told.told] == [{"w": 1600}] * 2
-    decide = loop(training, BySize(((1000, 2),), default=32))
+    decide = loop(training, Plan({"w": 2}, default=32))
     for epoch in range(3):
         decide(epoch)
         assert training.workers.levels() == {"w": 2}

@@ -15,7 +15,7 @@ from lightning_gc.checkpoint import memory_store
 from lightning_gc.checkpoint.worker_state import CheckpointParts, WorkerState
 from lightning_gc.control.control_loop import ControlLoop
 from lightning_gc.control.probes import gradient_moments
-from lightning_gc.controllers import EstimatedThreshold
+from lightning_gc.controllers import AdaQS
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.engine import error_buffers
 from lightning_gc.engine.error_buffers import ErrorBuffers
@@ -40,7 +40,7 @@ class Resumed:
         self.workers = Workers(configure("test", compressor, memory, None, 0))
         self.workers.names = {torch.nn.Parameter(torch.zeros(SHAPE, device=CUDA)): "w"}
         self.workers.start(Ledger(1).pages, revocable=False)
-        self.controller = EstimatedThreshold(0.01)
+        self.controller = AdaQS()
         self.control = ControlLoop(self.controller, self.workers)
         self.control.attach()
         self.parts = CheckpointParts(self.workers, self.control)

@@ -13,7 +13,6 @@ from lightning_gc.controllers import (
     Chain,
     CongestionAIMD,
     DynamicBitWidth,
-    EstimatedThreshold,
     Fixed,
     LayerBudget,
 )
@@ -44,7 +43,6 @@ def dynamic(*bounds: Any) -> DynamicBitWidth:
         (lambda: ErrorReset(every=inf), "every is a whole number; use 128."),  # type: ignore[arg-type]
         (lambda: StepAhead(average_every=inf), "average_every is a whole number; use 0."),  # type: ignore[arg-type]
         (lambda: Accordion(0.1, 0.01, interval=inf), "interval is a whole number; use 10."),  # type: ignore[arg-type]
-        (lambda: EstimatedThreshold(0.1, epochs=inf), "epochs is a whole number; use 2."),  # type: ignore[arg-type]
         (lambda: DynamicBitWidth(loss_delta=nan), "(loss_delta=nan): a change of the loss"),
         (lambda: DynamicBitWidth(loss_delta=-1), "(loss_delta=-1): a change of the loss"),
         (lambda: dynamic(0, nan), "a bound is a number, but one is nan"),

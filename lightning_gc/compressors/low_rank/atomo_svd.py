@@ -19,7 +19,7 @@ class AtomoSVD(SingularTriplets):
     """Keep each singular triplet with a probability, and make it larger in return.
 
     With ``M = Σ σ_i·u_i·v_iᵀ``: ``C = Σ_kept (σ_i/p_i)·u_i·v_iᵀ``, where triplet i is kept with
-    probability ``p_i``, each by itself, so that ``E C = M``. Of all probabilities whose sum is
+    probability ``p_i``, each by itself, so that ``E C = M``. Of all probabilities with the sum
     ``rank`` the variance ``Σ σ_i²·(1/p_i − 1)`` is least for ``p_i = min(1, σ_i/c)``: the greatest
     are always sent, and c follows from the sum. Each worker draws for itself.
 

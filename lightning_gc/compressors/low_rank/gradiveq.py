@@ -47,7 +47,7 @@ class GradiVeQ(Collective):
     Our reading of the paper: principal components about zero, so that zeros stay zeros; slices in
     the order in which a tensor lies in memory; and error feedback, by default, for what is not in
     the span of U. Errors that no U of any cycle reaches are sent in the dense steps. A parameter
-    whose gradients were zero in all dense steps of a cycle, as of one of two networks that are
+    with zero gradients in all dense steps of a cycle, as of one of two networks that are
     trained in turns, is sent whole until it has others.
 
     Args:

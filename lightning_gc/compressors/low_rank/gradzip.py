@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.low_rank.factorisation import LowRank
+from lightning_gc.core.refusal import refuse
 
 _LEAST = 1e-12  # below, float32's rounding of both factors would be seen in their product
 
@@ -21,8 +22,8 @@ class GradZip(LowRank):
     mean. Either factor minimises ``‖M − P·Qᵀ‖² + λ·(‖P‖² + ‖Q‖²)`` while the other is fixed:
     ``P = M·Q·(QᵀQ + λI)⁻¹`` with Q of the step before, ``Q = Mᵀ·P·(PᵀP + λI)⁻¹``, and
     ``C = P·Qᵀ``. Only the means of M_i·Q and of M_iᵀ·P are needed, so the bytes do not grow with W.
-    All workers solve the same fits and apply C; worker i keeps ``M_i − C``, whose mean over workers
-    is the error of C.
+    All workers solve the same fits and apply C; worker i keeps ``M_i − C``, and its mean over
+    workers is the error of C.
 
     Without λ this is the projection of M on the span of M·Q, which ``PowerSGD`` computes by a QR
     decomposition. Here P is only scaled, and a rank x rank system is solved, which is cheaper; λ
@@ -68,10 +69,8 @@ class GradZip(LowRank):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not _LEAST <= self.regulariser < float("inf"):
-            raise ValueError(
-                f"GradZip(regulariser={self.regulariser!r}): it prevents a division by zero and "
-                f"must be at least {_LEAST:g}; use 1e-8."
-            )
+            why = f"it prevents a division by zero and must be at least {_LEAST:g}; use 1e-8"
+            refuse("GradZip", why, regulariser=self.regulariser)
 
     def basis(self, p: Tensor) -> Tensor:
         """Scale the longest column to length 1. In float64 squares of 1e30 are numbers."""

@@ -24,7 +24,7 @@ class PowerSGD(LowRank):
     A tensor of shape (n, ...) is a matrix M of n rows and m columns. With M_i of worker i and Q of
     the step before, orthonormalised, at first random and equal on all workers:
     ``P = orthonormal(mean M_i·Q)``, ``Q = mean M_iᵀ·P``, ``C = P·Qᵀ``. All workers apply C, and
-    worker i keeps ``M_i − C``, whose mean over workers is the error of C. The bytes do not grow
+    worker i keeps ``M_i − C``. Its mean over workers is the error of C. The bytes do not grow
     with W. Tensors of one dimension, and those that hardly become smaller, go dense.
 
     Args:

@@ -1,4 +1,4 @@
-"""SVDThreshold: send the singular triplets whose values reach a threshold."""
+"""SVDThreshold: send the singular triplets with values of at least a threshold."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning_gc.compressors.base import AbsoluteError, Knob, Traits, Waits
 from lightning_gc.compressors.low_rank.factorisation import sides
 from lightning_gc.compressors.low_rank.singular_triplets import SingularTriplets
 from lightning_gc.core import Bucket, Range
+from lightning_gc.core.refusal import refuse
 
 _LARGEST = 2.0**16  # times the threshold: above that length float32's rounding might reach it
 _ROUNDING = 2.0**-4  # in thresholds: see bound
@@ -22,7 +23,7 @@ class SVDThreshold(SingularTriplets):
     """Send the singular triplets with ``σ_i ≥ λ``, however many; keep the others as the error.
 
     With ``M = Σ σ_i·u_i·v_iᵀ``: ``C = Σ_{σ_i ≥ λ} σ_i·u_i·v_iᵀ``. The counterpart of
-    ``HardThreshold`` among low-rank methods: an *absolute* compressor, whose error does not grow
+    ``HardThreshold`` among low-rank methods: an *absolute* compressor: its error does not grow
     with the gradient, where a fixed rank has an error relative to it. One λ for the whole model;
     the rank of each matrix follows, and falls as gradients do.
 
@@ -67,10 +68,8 @@ class SVDThreshold(SingularTriplets):
 
     def __post_init__(self) -> None:
         if not 1e-37 <= self.threshold <= 1e38:
-            raise ValueError(
-                f"SVDThreshold(threshold={self.threshold!r}): the least singular value that is "
-                f"sent must be in 1e-37..1e38; use 0.1, say."
-            )
+            why = "the least singular value that is sent must be in 1e-37..1e38; use 0.1, say"
+            refuse("SVDThreshold", why, threshold=self.threshold)
 
     def smaller(self, shape: tuple[int, ...], triplets: int | None) -> bool:
         return triplets is None or triplets * sum(sides(shape)) < math.prod(shape)

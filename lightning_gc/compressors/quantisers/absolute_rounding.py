@@ -21,8 +21,8 @@ class AbsoluteRounding(Codec):
 
     ``C(x)_i = step · k_i``, ``k_i = floor(x_i/step + u_i)`` with u_i uniform in [0, 1), so that
     ``E C(x) = x`` and ``E‖x − C(x)‖² ≤ d·step²/4`` whatever x is: with ``HardThreshold`` one of
-    the *absolute* compressors, whose error does not grow with the gradient. One step for the whole
-    model; a tensor whose elements are small sends few, one that grows sends more.
+    the *absolute* compressors: their error does not grow with the gradient. One step for the whole
+    model; a tensor of small elements sends few, one that grows sends more.
 
     The whole numbers k_i are entropy-coded: gaps between those that are not 0, and their
     magnitudes, by Golomb-Rice codes with a parameter per tensor. An element of a normal tensor with

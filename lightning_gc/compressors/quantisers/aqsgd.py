@@ -1,4 +1,4 @@
-"""AQSGD: QSGD whose levels are moved to where they make the variance least."""
+"""AQSGD: QSGD with levels moved to where they make the variance least."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.compressors.quantisers.blockwise_codes import BITS, BLOCK_SIZES, check_block_size
 from lightning_gc.core import Bucket, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.quantise import in_blocks
 
 _SAMPLE = 4096  # elements by which levels are chosen, about
@@ -70,10 +71,8 @@ class AQSGD(Codec):
 
     def __post_init__(self) -> None:
         if self.bits not in range(2, 9):
-            raise ValueError(
-                f"AQSGD(bits={self.bits!r}): bits counts the sign and must be a whole number in "
-                f"2..8; use 3, say."
-            )
+            why = "bits counts the sign and must be a whole number in 2..8; use 3, say"
+            refuse("AQSGD", why, bits=self.bits)
         check_block_size("AQSGD", self.block_size)
 
     @property
@@ -157,6 +156,8 @@ def fitted(shares: Tensor, most: int) -> Tensor:
         first = torch.searchsorted(values, a, right=True)
         stop = torch.searchsorted(values, c)
         between = (stop - first).clamp_min(0)
+        # Without the level between a and c, so many of these elements would be rounded down to a.
+        # At the best level, as many elements lie below it.
         below = (c * between - (sums[stop] - sums[first])) / (c - a).clamp_min(1e-30)
         at = first + below.round().long().clamp_min(1) - 1
         at = torch.minimum(at, stop - 1).clamp_(0, len(values) - 1)

@@ -33,7 +33,7 @@ class CodedQSGD(Codec):
     unquantised, in float32, as in ``AbsoluteRounding``, which has one step for the whole model and
     all of training, where here it follows each tensor's norm.
 
-    Where it differs from the paper: Golomb-Rice codes, whose parameters are fitted to each tensor,
+    Where it differs from the paper: Golomb-Rice codes with parameters fitted to each tensor,
     in place of Elias codes.
 
     Args:

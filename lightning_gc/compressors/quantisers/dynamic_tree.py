@@ -1,4 +1,4 @@
-"""DynamicTree: send each element as one of 256 values whose spacing grows with their size."""
+"""DynamicTree: send each element as one of 256 values, with wider spaces between large ones."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ def _made(device: torch.device) -> Tensor:
     positive = []
     for decade in range(_DECADES):
         places = torch.arange(2**decade, dtype=torch.float64, device=device)
+        # The middles of 2^decade equal parts of 0.1 to 1.
         shares = places.add_(0.5).mul_(0.9 / 2**decade).add_(0.1)
         positive.append(shares.mul_(10.0 ** (decade - _DECADES + 1)))
     ends = torch.arange(2, dtype=torch.float64, device=device)

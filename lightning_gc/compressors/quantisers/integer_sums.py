@@ -61,7 +61,7 @@ def take(buffer: Tensor, scale: Tensor, bits: int, bucket: Bucket) -> tuple[Payl
         buffer: x, ``(numel,)``, changed in place.
         scale: ``(1,)``, at least the largest magnitude. If it is not finite, nothing is taken.
         bits: 2..16, of a code.
-        bucket: whose private random numbers are used.
+        bucket: its private random numbers are used.
 
     Returns:
         A payload per worker: packed codes of its shard, all of one length. Shorter or empty shards

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_gc.compressors.base import Contraction
 from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseCodes, LookupTable
 from lightning_gc.core import Wire
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.blocks import BlockCode, Book
 
 _MANTISSA, _BIAS = 23, 127  # of float32
@@ -30,7 +31,7 @@ def number(code: int, mantissa: int) -> int:
     """Return the number of a code without its sign, in units of the smallest number above zero.
 
     Example:
-        >>> [number(code, mantissa=1) for code in range(8)]  # E2M1, whose unit is 1/2
+        >>> [number(code, mantissa=1) for code in range(8)]  # E2M1: its unit is 1/2
         [0, 1, 2, 3, 4, 6, 8, 12]
     """
     places = max(0, (code >> mantissa) - 1)
@@ -115,10 +116,8 @@ class Minifloat(BlockwiseCodes):
         super().__post_init__()
         if self.format not in self.formats:
             known = ", ".join(map(repr, self.formats))
-            raise ValueError(
-                f"{type(self).__name__}(format={self.format!r}): formats are {known}; use "
-                f"{next(iter(self.formats))!r}."
-            )
+            why = f"formats are {known}; use {next(iter(self.formats))!r}"
+            refuse(self, why, format=self.format)
 
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
         sent = self._scale_codes(blocks.abs().amax(dim=1).float())  # (b,)
@@ -163,6 +162,7 @@ class Minifloat(BlockwiseCodes):
         if self.scaling == "e4m3":
             return nearest(largest * (2**places / most), *_E4M3)
         above = places - most.bit_length() + 1  # minus the exponent of the largest number
+        # As an exponent of float32, 0 is for zero and subnormal numbers, 255 for infinity and NaN.
         return ((largest.view(torch.int32) >> _MANTISSA) + above).clamp_(1, 254).to(torch.uint8)
 
     def _scales(self, sent: Tensor) -> Tensor:

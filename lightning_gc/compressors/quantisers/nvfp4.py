@@ -51,6 +51,7 @@ class NVFP4(Minifloat):
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         unit = torch.ones_like(buffer[:1], dtype=torch.float32)
         if buffer.numel():
+            # The tensor's scale is a power of two, so that division by it is exact.
             exponent = torch.frexp(buffer.abs().amax().float() / _LARGEST).exponent
             unit = torch.ldexp(unit, exponent.clamp(min=-126))
         payload = super().encode(buffer.div_(unit), bucket)

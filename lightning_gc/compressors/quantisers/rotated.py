@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_gc.compressors.base import Bound, Codec, Traits, Waits
 from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.core import Bucket, Choice, Payload, Wire
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels import splitmix
 
 
@@ -23,13 +24,13 @@ class Rotated(Codec):
     ``C(x) = R⁻¹·Q(R·x)``, ``R = H·D/√n``: D has random signs, which all workers draw equally in
     each step, and H is the Hadamard matrix of n elements, n a power of two. A rotation changes no
     length, so Q's bound is C's; but the largest of n rotated elements is ``O(√(log n / n))·‖x‖``
-    with high probability, where one of x may be ``‖x‖``: the error of a quantiser whose levels are
-    fractions of the largest element becomes nearly that for a normal tensor, for any x. For
+    with high probability, where one of x may be ``‖x‖``. If levels are fractions of the
+    largest element, a quantiser's error becomes nearly that for a normal tensor, for any x. For
     Student's t with 3 degrees of freedom ``QSGD(4)`` has a variance of 0.26·‖x‖², and rotated 0.03.
     A rotation removes zeros, so a quantiser that profits from them sends more.
 
     Args:
-        quantiser: Q, a codec of kind "quantiser" whose result is a mean, by default ``QSGD(2)``.
+        quantiser: Q, a codec of kind "quantiser" with a mean as its result, by default ``QSGD(2)``.
             Its knob is this compressor's.
         size: n, a power of two from 2 to 65,536. The last elements of a tensor, fewer than n, are
             rotated by smaller powers of two that sum to their number, so none is added. Higher
@@ -72,10 +73,8 @@ class Rotated(Codec):
                 f"QSGD(2), say. Wrappers go around Rotated."
             )
         if self.size not in [2**i for i in range(1, 17)]:
-            raise ValueError(
-                f"Rotated(size={self.size!r}): a Hadamard matrix of a power of two in 2..65,536 "
-                f"elements is needed; use 1024."
-            )
+            why = "a Hadamard matrix of a power of two in 2..65,536 elements is needed; use 1024"
+            refuse("Rotated", why, size=self.size)
         object.__setattr__(self, "quantiser", inner)
 
     @property

@@ -21,7 +21,7 @@ class SignSGD(sign_payload.TwoLevels):
 
     ``out_i = sign(Σ_workers sign(x_i))``, a direction: the learning rate alone is the length of a
     step, and usually has to be 100 to 10,000 times smaller. A tie is 0 under ``AllGather``, and a
-    random sign under ``TwoShot``, whose second encoding has one bit too. Elements that are zero
+    random sign under ``TwoShot``: its second encoding has one bit too. Elements that are zero
     vote at random; a tensor of zeros does not vote.
 
     Small tensors vote too, as their mean gradient would need another learning rate; with

@@ -21,7 +21,7 @@ class AtomoEntries(DensitySparsifier, MagnitudeSampling):
 
     ``C(x)_i = x_i/p_i`` with probability ``p_i = min(1, |x_i|/c)``, else 0, so ``E C(x) = x``:
     ATOMO with single elements for atoms, where ``AtomoSVD`` has singular triplets. Of all
-    probabilities whose sum is k = density·numel, these make the variance ``Σ x_i²·(1/p_i − 1)``
+    probabilities with the sum k = density·numel, these make the variance ``Σ x_i²·(1/p_i − 1)``
     least, and c follows from the sum. It is the form of ``VarianceSparsifier``, which fixes the
     variance instead, and sends as few elements as it can.
 

@@ -43,5 +43,6 @@ class GaussianK(ThresholdEstimator):
         threshold: Tensor = spread * torch.special.ndtri(below)
         for _ in range(_CORRECTIONS):
             share = reached(magnitudes, threshold) / k
+            # The paper's correction: halve, or raise by half, if the share is off by a third.
             threshold *= torch.where(share < 2 / 3, 0.5, torch.where(share > 4 / 3, 1.5, 1.0))
         return threshold

@@ -1,4 +1,4 @@
-"""HardThreshold: send every element whose magnitude reaches a threshold."""
+"""HardThreshold: send every element with a magnitude of at least a threshold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HardThreshold(SparseCodec):
     """Send all elements of magnitude λ or more, however many; keep the others as the error.
 
     ``C(x)_i = x_i`` if ``|x_i| ≥ λ``, else 0. One λ for the whole model. With error feedback under
-    ``AllGather`` the error of an element is always below λ: an *absolute* compressor, whose error
+    ``AllGather`` the error of an element is always below λ: an *absolute* compressor, as its error
     does not grow with the gradient.
 
     The paper proves (Lemma 3), for a *fixed* sequence of tensors without feedback: among

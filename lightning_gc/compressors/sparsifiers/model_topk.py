@@ -131,7 +131,7 @@ def common_threshold(states: Iterable[Mapping[str, Any]], like: Tensor) -> Tenso
     Args:
         states: of all tensors. Their ``tail`` has a threshold, how many elements reached it, the
             sum of logarithms of how far they were above it, and k; or zeros.
-        like: on whose device it is computed.
+        like: a tensor on the result's device.
 
     Returns:
         Zero if no tensor says anything.

@@ -24,7 +24,7 @@ _SPARSE = 0.2  # share of elements above which a permutation is faster on the ho
 
 
 class RandomSparsifier(DensitySparsifier, Codec):
-    """Send k = density·numel elements whose positions follow from a seed.
+    """Send k = density·numel elements at positions that follow from a seed.
 
     Subclasses have ``shared`` and ``unbiased``, as fields or as class attributes.
     """
@@ -233,6 +233,7 @@ def _on_host(numel: int, k: int, generator: torch.Generator) -> Tensor:
     if k > _SPARSE * numel:
         return torch.randperm(numel, generator=generator, device="cpu")[:k]
     expected = -numel * math.log1p(-k / numel)  # draws until k differ, on average
+    # So many that fewer than k different positions are rare; then all are drawn again.
     draws = int(expected + 6 * math.sqrt(expected)) + 8
     while True:
         drawn = torch.randint(numel, (draws,), generator=generator, device="cpu")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.sparsifiers.topk_selection import ThresholdEstimator
 from lightning_gc.core import payload_validation
+from lightning_gc.core.refusal import refuse
 
 _FIRST = 0.25  # the share that every stage but the last lets through
 
@@ -55,9 +56,9 @@ class SIDCo(ThresholdEstimator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fit not in ("exponential", "pareto", "gamma"):
-            raise ValueError(f"SIDCo(fit={self.fit!r}): use 'exponential', 'pareto' or 'gamma'.")
+            refuse("SIDCo", "use 'exponential', 'pareto' or 'gamma'", fit=self.fit)
         if self.stages < 1 or self.stages != int(self.stages):
-            raise ValueError(f"SIDCo(stages={self.stages!r}): use a whole number, at least 1.")
+            refuse("SIDCo", "use a whole number, at least 1", stages=self.stages)
 
     def threshold(self, magnitudes: Tensor, k: int) -> Tensor:
         wanted = k / magnitudes.numel()
@@ -110,6 +111,7 @@ def _pareto(excess: _Excess, share: float) -> Tensor:
     mean = excess.mean(excess.values)
     variance = excess.mean((excess.values - mean).square())
     ratio = mean.square() / variance  # infinite where all are equal
+    # By moments. ``shape`` is −ξ of the generalised Pareto distribution.
     scale, shape = mean * (ratio + 1) / 2, (ratio - 1) / 2
     quantile = -scale * torch.expm1(shape * math.log(share)) / shape
     plain = _exponential(excess, share)  # its limit for shape 0
@@ -119,6 +121,8 @@ def _pareto(excess: _Excess, share: float) -> Tensor:
 def _gamma(excess: _Excess, share: float) -> Tensor:
     mean = excess.mean(excess.values)
     s = (mean.log() - excess.mean(excess.values.log())).clamp_min(1e-6)
+    # The closed form is within 1.5 % of the shape of greatest likelihood.
     alpha = (3 - s + ((s - 3).square() + 24 * s).sqrt()) / (12 * s)
+    # The paper's formula for the quantile. It is exact if alpha is 1.
     quantile = -mean / alpha * (math.log(share) + torch.lgamma(alpha))
     return quantile.clamp_min(0)

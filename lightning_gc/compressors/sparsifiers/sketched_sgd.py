@@ -175,6 +175,7 @@ def _hashed(like: Tensor, seed: int, row: int, width: int) -> tuple[Tensor, Tens
     # Rows take numbers of the sequence that are far apart, for its step is odd.
     begin = (seed + (row << 60) + (1 << 63)) % (1 << 64) - (1 << 63)
     words = splitmix.words(like.numel(), begin, like.device)
+    # The lowest bit is for the sign. Of the others 62 make a number that is not negative.
     places = (words >> 1).bitwise_and_((1 << 62) - 1).remainder_(width).add_(row * width)
     return places, words.bitwise_and_(1).mul_(2).sub_(1).to(like.dtype)
 

@@ -71,6 +71,8 @@ def largest(buffer: Tensor, k: int) -> Tensor:
         wanted = min(hits * buffer.numel() // max(k, 1), 1 << 17)
         sample = buffer[:: (buffer.numel() // max(wanted, 1)) | 1].abs()
         expected = sample.numel() * k / max(buffer.numel(), 1)
+        # A threshold 5 % and four deviations of ranks lower than expected: if fewer than k
+        # elements reach it, the pass over all elements was for nothing.
         rank = int(1.05 * expected + 4 * expected**0.5) + 1
         if rank < sample.numel() // 4:
             found = reaching(buffer, kth_largest(sample, rank))

@@ -1,4 +1,4 @@
-"""VarianceCriterion: send elements whose sum over steps is larger than its noise."""
+"""VarianceCriterion: send elements with a sum over steps that is larger than its noise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class VarianceCriterion(SparseCodec):
 
     With ``r_t = e_{t−1} + g_t``, which error feedback keeps, and ``v_t = v_{t−1} + g_t²``: elements
     with ``r² > α·v`` are sent, and their v becomes 0; of the others it becomes ``ζ·v``. An element
-    that has had the same gradient n times has ``r² = n·v``, one whose signs alternate little r: an
+    that has had the same gradient n times has ``r² = n·v``, one of alternating signs little r: an
     ambiguous gradient waits. How many elements are sent follows from the gradients.
 
     The paper's v is a sum over the samples of a batch. DDP hands over their mean alone, so here
@@ -47,7 +47,7 @@ class VarianceCriterion(SparseCodec):
 
     Raises:
         ValueError: ``alpha`` outside 1e-3..1e6, ``decay`` outside (0, 1]; when combined with a
-            memory whose errors do not add up, such as ``NoMemory``, or with ``TwoShot``.
+            memory with errors that do not add up, such as ``NoMemory``, or with ``TwoShot``.
 
     Example:
         >>> import torch

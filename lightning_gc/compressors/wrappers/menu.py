@@ -19,6 +19,8 @@ from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.sparsifiers.topk import TopK
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Flow, Structure, Wire
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.core.saved_state import NOTHING, Leaf, Record
 from lightning_gc.core.settings import short
@@ -253,25 +255,13 @@ _ANY = Leaf("anything", lambda value: True)
 def _check(name: Any, compressor: Any) -> None:
     """Raise ValueError if a compressor cannot stand in a menu."""
     if not isinstance(name, str) or not name:
-        raise ValueError(f"Menu: {name!r} is not a name; give each compressor a text as its name.")
+        refuse("Menu", f"{name!r} is not a name; give each compressor a text as its name")
     if not isinstance(compressor, Compressor):
         raise ValueError(
             f"Menu({{{name!r}: {compressor!r}}}): give an instance of a compressor, such as "
             f"QSGD(4)."
         )
-    said = f"Menu: {short(compressor)} ({name!r}) cannot stand beside others"
-    if isinstance(compressor, Menu):
-        raise ValueError(f"{said}: it is a menu itself; list its compressors in one menu.")
-    if not compressor.traits.conserves:
-        raise ValueError(
-            f"{said}: its workers vote and leave no error that the next method could send; use "
-            f"EFSignSGD() for signs."
-        )
-    if compressor.traits.reads_model:
-        raise ValueError(
-            f"{said}: it reads its state of all tensors at the start of a step, which another "
-            f"method does not leave; use TopK(0.01)."
-        )
+    judge("Compressors of a Menu", compressor=compressor, name=name)
 
 
 def compressors_of(compressor: Compressor) -> tuple[Compressor, ...]:

@@ -120,7 +120,7 @@ class Totals(Traffic):
 
 
 START_UP = 2
-"""Steps of a fit whose exchanges are not timed, and at least its first exchange.
+"""Steps of a fit in which exchanges are not timed, and at least its first exchange.
 
 They compile kernels and allocate buffers. DDP arranges its buckets anew after the first one.
 """
@@ -194,7 +194,7 @@ class Sums:
                 .norm(dim=0)
             )
             norm, error = self._parts.norms(own).tolist()
-            if measured or norm:  # a rank whose shards are all empty has measured nothing itself
+            if measured or norm:  # a rank with only empty shards has measured nothing itself
                 step.observed_steps = 1
                 step.error_norm = error
                 step.relative_error = error / norm if norm else 0.0
@@ -215,7 +215,7 @@ class Sums:
         """Return both totals as plain numbers.
 
         With a step that has ended, but that ``take`` has not returned yet, as the callback that
-        saves comes first; and with those local steps whose exchange has begun.
+        saves comes first; and with local steps if their exchange has begun.
         """
         if self._began:
             local = self._engine.tally.local_steps > self._tally.local_steps

@@ -208,7 +208,7 @@ class WorkerBuffers:
     is what else the module knows of it, such as how far a table of positions reaches.
 
     Args:
-        module: whose buffers are changed in place; to a name it may assign a new one.
+        module: its buffers are changed in place; to a name it may assign a new one.
         workers: W.
     """
 
@@ -271,7 +271,7 @@ class DtypeBucket:
 
 
 class Gradients:
-    """Sets ``.grad`` to the flat buffer of the worker whose micro-batch is running.
+    """Sets ``.grad`` to the flat buffer of the running worker.
 
     Autograd adds to an existing ``.grad`` in place, so a worker's micro-batches are summed in its
     flat buffer without copies. Costs W gradients of memory. After a round every ``.grad`` is a view

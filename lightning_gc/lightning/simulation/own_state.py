@@ -30,9 +30,9 @@ _MANY = 10_000
 _DEEP = 6
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = {"lightning", "lightning_fabric", "lightning_gc", "pytorch_lightning", "torch"}
-"""Packages whose objects are not looked into, wherever they lie; of torch, schedulers are."""
+"""Packages with objects that are not looked into, wherever they lie; of torch, schedulers are."""
 _INSTALLED = {"site-packages", "dist-packages"}
-"""Folders of packages whose objects are not looked into, such as runs of a tracker's."""
+"""Folders of packages with objects that are not looked into, such as runs of a tracker's."""
 _SHARED = (Dataset, DataLoader, Optimizer, type)
 _READ: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     torch.Generator: (torch.Generator.get_state, lambda stream, state: stream.set_state(state)),
@@ -53,7 +53,7 @@ class Scope:
     """Says which tensors and modules belong to others: to the module that is trained.
 
     Args:
-        tensors: whose memory is not copied, nor that of their gradients and views.
+        tensors: their memory is not copied, nor that of their gradients and views.
         modules: not looked into.
     """
 
@@ -87,7 +87,7 @@ class TooLarge:
     seen: Any
 
 
-class Plain(dict[Any, Any]):
+class PlainContent(dict[Any, Any]):
     """Content of a container of numbers and texts, which is compared as a whole."""
 
 
@@ -174,7 +174,7 @@ class Kept:
             if left[0] < 0:
                 self.content = TooLarge(_seen(value))
             elif all(type(each) in _NUMBERS for each in parts.values()):
-                self.content = Plain(parts)
+                self.content = PlainContent(parts)
             else:
                 made = {k: Kept(each, scope, large, within, left) for k, each in parts.items()}
                 self.content = made if left[0] >= 0 else TooLarge(_seen(value))
@@ -206,7 +206,7 @@ class Kept:
         parts = _parts(value)
         if parts is None or len(parts) != len(self.content):
             return False
-        if isinstance(self.content, Plain):
+        if isinstance(self.content, PlainContent):
             return bool(parts == self.content)
         return all(k in parts and kept.same(parts[k], untouched) for k, kept in self._inner.items())
 
@@ -244,7 +244,7 @@ class Kept:
         if tensor or not Kept(value[:size], scope).alike(self):
             return False
         self.joint = True
-        if isinstance(known, Plain) and isinstance(more.content, Plain):
+        if isinstance(known, PlainContent) and isinstance(more.content, PlainContent):
             known.update(enumerate(more.content.values(), size))
         else:
             self.content = Kept(value, scope).content
@@ -255,7 +255,7 @@ class Kept:
         """Whether it is None, zero or empty, which real workers set theirs to as well."""
         if isinstance(self.value, _NUMBERS):
             return not self.value
-        return isinstance(self.content, Plain) and not self.content
+        return isinstance(self.content, PlainContent) and not self.content
 
     @property
     def large(self) -> bool:
@@ -300,7 +300,7 @@ def _stream(value: Any) -> Any:
 
 
 def is_stream(value: Any) -> bool:
-    """Return whether it is a random stream whose state can be read and set."""
+    """Return whether it is a random stream with a state that can be read and set."""
     return _stream(value) is not None
 
 
@@ -421,7 +421,7 @@ class Holder:
 Key = tuple[str, str]
 
 
-class OwnState:
+class OwnValues:
     """Lets each simulated worker have its own numbers, tensors, queues and random streams.
 
     One that changes in a worker's turn is that worker's from then on, such as Prodigy's ``d`` or a
@@ -439,7 +439,7 @@ class OwnState:
         joint: called with label and name of a record of all workers that becomes each one's own.
 
     Attributes:
-        present: whose turn it is, or None.
+        present: the one that has its turn, or None.
     """
 
     def __init__(

@@ -11,14 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_gc.attachment.attached_rounds import Given, refuse_members
+from lightning_gc.attachment.attached_rounds import Given
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Flow
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.copies import Single
 from lightning_gc.core.saved_state import each_tensor
 from lightning_gc.core.settings import parted, takes_fields
+from lightning_gc.elastic.roll import Entrance, Roll, Round
+from lightning_gc.elastic.snapshot import digest_in_words, load_snapshot, snapshot_of
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps_strategy import LocalHooks
@@ -31,9 +34,7 @@ from lightning_gc.lightning.simulation.simulated_workers import (
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_shards, with_held
-from lightning_gc.local_steps.roll import Entrance, Roll, Round
 from lightning_gc.local_steps.simulated_clock import SimulatedClock
-from lightning_gc.local_steps.snapshot import digest_in_words, load_snapshot, snapshot_of
 from lightning_gc.local_steps.unequal import check_speeds
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -131,24 +132,11 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         kwargs, others = parted(RoundPlan, kwargs)
         plan = RoundPlan(owner=owner, **kwargs)
         kwargs = others
-        if plan.elastic is not None:
-            raise ValueError(
-                f"{owner}(elastic={plan.elastic!r}): elastic workers are processes; train them "
-                f"with LocalStepsStrategy, and replay their rounds here with roll=..."
-            )
         if speeds is not None:
             check_speeds(owner, "speeds", speeds)
-            if roll is not None:
-                raise ValueError(
-                    f"{owner}(speeds={tuple(speeds)}, roll=...): a roll does not say how long its "
-                    f"rounds took; leave speeds out."
-                )
-            workers = len(speeds) if workers is None else workers
-            if workers != len(speeds):
-                raise ValueError(
-                    f"{owner}(workers={workers}, speeds={tuple(speeds)}): give one speed for each "
-                    f"worker, or leave workers out."
-                )
+        said = {"workers": workers, "speeds": speeds and tuple(speeds), "roll": roll}
+        judge("Simulated local steps", owner, plan=plan, **said)
+        workers = len(speeds) if speeds is not None else workers
         self._replay = None if roll is None else Replay(roll, workers)
         number: Any = workers if self._replay is None else len(self._replay.numbers)
         self._configure_workers(compressor, number, network, kwargs)
@@ -157,16 +145,10 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self._configure_rounds(plan, state)
         if self._replay is not None:
             given = Given(self.local_workers.configuration, self.controller)
-            refuse_members(plan, "a roll", given)
+            judge("Elastic local steps", owner, plan=plan, elastic="a roll", **vars(given))
         unequal = plan.unequal
         if unequal is not None:
             unequal.check_workers(owner, self.workers)
-            if speeds is None and (unequal.pace == "measured" or unequal.grace is not None):
-                raise ValueError(
-                    f"{owner}(unequal={unequal!r}): simulated workers run one after the other, so "
-                    f"their speeds cannot be measured; give speeds=(1.0, 0.5), in steps per "
-                    f"second, one for each worker."
-                )
         self.speeds = None if speeds is None else tuple(speeds)
         self.clock: SimulatedClock | None = None
         super().__init__(**kwargs)
@@ -194,10 +176,17 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self._buffers = [WorkerBuffers(module, self.island) for _ in range(self.workers)]
         rounds = []
         for engine, end in zip(self.engines, exchanges.of, strict=True):
-            present = partial(self._entered, engine.worker)
-            each = (module, workers.names, engine, end, self.plan, present)
-            time = clock.of(engine.worker)
-            rounds.append(LocalRounds(*each, clock=time))
+            rounds.append(
+                LocalRounds(
+                    module,
+                    workers.names,
+                    engine,
+                    end,
+                    self.plan,
+                    present=partial(self._entered, engine.worker),
+                    clock=clock.of(engine.worker),
+                )
+            )
         self._keep(rounds)
         if self._replay is not None:
             self._replay.begin(rounds, self.engines, exchanges, self._its_optimizers)
@@ -265,7 +254,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         )
 
     def _begin_step(self) -> None:
-        self._replicas.enter(0)  # whose gradients Lightning sets to zero
+        self._replicas.enter(0)  # Lightning sets its gradients to zero
         self._replicas.forget_gradients()
         if self._replay is not None:
             self._replay.begin_step()
@@ -380,7 +369,7 @@ class Nest:
 
 
 class _Once:
-    """Closure of an optimizer whose micro-batches have been run; a second call is an error."""
+    """Closure of an optimizer after its micro-batches have been run; a second call is an error."""
 
     def __init__(self, result: Any) -> None:
         self.result, self.called = result, False
@@ -460,7 +449,7 @@ class Exchanges(Single):
             self.ledger.transport.sent_bytes[self.of.index(end)] += sent
 
 
-class Sent:
+class SimulatedMessage:
     """A message of one worker, and the result that it waits for."""
 
     def __init__(self, flow: Flow, result: Tensor, shapes: Shapes | None) -> None:
@@ -473,20 +462,20 @@ class End(Single):
 
     def __init__(self, exchanges: Exchanges, engine: Engine) -> None:
         self._exchanges, self.engine = exchanges, engine
-        self.sent: list[Sent] = []
+        self.sent: list[SimulatedMessage] = []
 
     def submit(self, grad: Tensor, shapes: Shapes) -> torch.futures.Future[Tensor]:
         """Send a bucket; its future is complete once every worker has, and one waits."""
         flow = self._exchanges.workers.flow(
             self.engine, grad, shapes, wanted=self.engine.worker == 0
         )
-        return self._send(Sent(flow, grad, shapes))
+        return self._send(SimulatedMessage(flow, grad, shapes))
 
     def run(
         self, make: Callable[[], tuple[Flow, Tensor]], result: Tensor
     ) -> torch.futures.Future[Tensor]:
         """Send by a flow of any other kind."""
-        return self._send(Sent(make()[0], result, None))
+        return self._send(SimulatedMessage(make()[0], result, None))
 
     def landed(self) -> None:
         """Nothing waits for weights to be taken over."""
@@ -498,7 +487,7 @@ class End(Single):
     def check(self) -> None:
         """Nothing runs in the background."""
 
-    def _send(self, sent: Sent) -> torch.futures.Future[Tensor]:
+    def _send(self, sent: SimulatedMessage) -> torch.futures.Future[Tensor]:
         self.sent.append(sent)
         return sent.future
 
@@ -540,7 +529,7 @@ class Replay:
         self._rounds, self._engines = rounds, engines
         self._exchanges, self._optimizers = exchanges, optimizers
         self.present = [self.numbers.index(number) for number in self._roll[0].members]
-        self._heirs: set[int] = set()  # rounds whose errors have been inherited
+        self._heirs: set[int] = set()  # rounds with inherited errors
         self._differs = False
         exchanges.carried = self._compare
 
@@ -574,7 +563,7 @@ class Replay:
         self._exchanges.here = [self._exchanges.of[index] for index in members]
 
     def _compare(self, mean: Tensor) -> None:
-        """Warn of the first round whose result is not the one of the elastic run."""
+        """Warn of the first round with another result than in the elastic run."""
         record = self._roll[self._engines[self.present[0]].step]
         if record.digest and not self._differs and digest_in_words([mean]) != record.digest:
             self._differs = True
@@ -628,7 +617,7 @@ class Replicas:
         optimizers: returns them, once they exist.
 
     Attributes:
-        present: the worker whose weights the module has.
+        present: the worker that has its weights in the module.
     """
 
     def __init__(

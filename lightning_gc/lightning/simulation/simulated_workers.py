@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.compressors import Compressor
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.saved_state import Tree
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Peers
@@ -26,7 +27,7 @@ from lightning_gc.lightning.arguments import refuse_unknown
 from lightning_gc.lightning.base import CompressedStrategy
 from lightning_gc.lightning.simulation.own_state import (
     Holder,
-    OwnState,
+    OwnValues,
     Scope,
     module_holders,
     optimizer_holders,
@@ -74,7 +75,7 @@ class AttachedSimulation(Attached):
 
 
 _TRUSTED = {"pytorch_lightning", "lightning", "lightning_fabric", "lightning_gc"}
-"""Packages whose own calls within a step do not change what is trained."""
+"""Packages that may make calls within a step: they do not change what is trained."""
 
 
 class Communication(StrategyAPI):
@@ -243,11 +244,11 @@ class SimulatedWorkers(Communication, CompressedStrategy):
 
     _reset_seed: Callable[[], None]
     _units: MicroBatches | None = None
-    _state: OwnState | None = None
+    _state: OwnValues | None = None
     _hooks: Sequence[UsersHook] = ()
     _process: int | None = None
     _after_step = False
-    settings: OwnState
+    settings: OwnValues
     _held: list[Holder]
     _samplers: list[weakref.ref[Any]]
     _of_fit = CompressedStrategy._of_fit | {"_hooks", "_held", "_samplers", "_state"}
@@ -272,11 +273,8 @@ class SimulatedWorkers(Communication, CompressedStrategy):
                 f"{owner}(network={network!r}): give an instance, such as "
                 f"NetworkModel(bandwidth_gbps=10.0), or a rate, such as '1gbit'."
             )
-        if kwargs.pop("verify", 0):
-            raise ValueError(
-                f"{owner}(verify=...): simulated workers share one mean, so there is nothing to "
-                f"compare; leave it out, or use {self._of_processes} with processes."
-            )
+        verify = kwargs.pop("verify", 0)
+        judge("Simulated workers", owner, verify=verify, instead=self._of_processes)
         refuse_unknown(type(self), compressor, kwargs)
         self.workers = workers
         self.network = network
@@ -316,7 +314,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
 
     @property
     def worker(self) -> int:
-        """The worker whose micro-batch is running; 0 outside of training."""
+        """The worker that runs its micro-batch; 0 outside of training."""
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is None or not trainer.training:
             return 0
@@ -324,7 +322,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
 
     @property
     def _running(self) -> int:
-        """The process whose turn it is, else the one whose micro-batch is running."""
+        """The process that has its turn, else the one that runs its micro-batch."""
         if self._process is not None:
             return self._process
         batch: int = max(self.lightning_module.trainer.fit_loop.batch_idx, 0)
@@ -420,13 +418,13 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         finally:
             self._turn(before)
 
-    def _own_states(self) -> tuple[OwnState, OwnState]:
+    def _own_states(self) -> tuple[OwnValues, OwnValues]:
         """Return what each process has of its own, and what each worker's optimizers have."""
         self._held, self._samplers, self._frozen = [], [], {}
-        says = (self._say_large, self._say_joint)
+        own = partial(OwnValues, too_large=self._say_large, joint=self._say_joint)
         return (
-            OwnState(self._processes, self._holders, self._say_differing, *says),
-            OwnState(self.workers, self._optimizers_held, self._differing_settings, *says),
+            own(self._processes, self._holders, self._say_differing),
+            own(self.workers, self._optimizers_held, self._differing_settings),
         )
 
     def _scope(self) -> Scope:
@@ -734,7 +732,7 @@ class MicroBatches:
                 given_as = name
                 if name == "limit_train_batches" and trainer.overfit_batches > 0:
                     given_as = "overfit_batches"
-                self._set(name, Share.of(value, workers, given_as))
+                self._set(name, EpochShare.of(value, workers, given_as))
 
     def check_epoch(self) -> None:
         """Raise ValueError if W does not divide the epoch's number of micro-batches."""
@@ -767,7 +765,7 @@ class MicroBatches:
         setattr(self.trainer, name, value)
 
 
-class Share(float):
+class EpochShare(float):
     """Share of an epoch that Lightning multiplies by the epoch's number of micro-batches.
 
     The product is W times what a real worker's Lightning computes, ``int(batches * share)``, also
@@ -778,7 +776,7 @@ class Share(float):
     given_as: str
 
     @classmethod
-    def of(cls, share: float, workers: int, given_as: str) -> Share:
+    def of(cls, share: float, workers: int, given_as: str) -> EpochShare:
         made = cls(share)
         made.workers, made.given_as = workers, given_as
         return made

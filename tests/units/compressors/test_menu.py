@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc import (
-    DGC,
     QSGD,
     AllGather,
     AllReduce,
@@ -20,11 +19,9 @@ from lightning_gc import (
     HardThreshold,
     Identity,
     Menu,
-    ModelTopK,
     NoMemory,
     PerParameter,
     PowerSGD,
-    SignSGD,
     SizeSwitch,
     TopK,
     TwoShot,
@@ -290,14 +287,7 @@ REFUSED = {
     ),
     "class": (lambda: Menu({"a": Cast, "b": Cast()}), "give an instance of a compressor"),  # type: ignore[dict-item]
     "name": (lambda: Menu({1: Cast(), "b": Cast()}), "give each compressor a text"),  # type: ignore[dict-item]
-    "menu": (lambda: Menu({"a": Menu(ALL), "b": Cast()}), "list its compressors in one menu"),
-    "vote": (lambda: Menu({"a": SignSGD(), "b": Cast()}), "its workers vote"),
-    "model": (lambda: Menu({"a": ModelTopK(), "b": Cast()}), "state of all tensors"),
     "wrapped": (lambda: combine(SizeSwitch(Menu(ALL))), "put the wrapper around compressors"),
-    "memories": (
-        lambda: combine(Menu({"a": DGC(), "b": TopK(0.01), "c": QSGD(4)})),
-        "different default memories.*'momentum_correction'.*memory='error_feedback'",
-    ),
     "scheme": (
         lambda: combine(STRATEGY, scheme=AllReduce()),
         "own communication rounds|not linear",

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from lightning_gc import HardThreshold, TopK
 from lightning_gc.controllers import (
     Accordion,
+    AdaQS,
     Chain,
     Controller,
     Curve,
     Decision,
-    EstimatedThreshold,
     ExchangeRecord,
     Fixed,
     Needs,
@@ -186,8 +186,8 @@ def test_what_it_asks_for_is_what_either_needs() -> None:
     fixed, accordion = Fixed(0.1), Accordion(low=0.2, high=0.1)
     for chain in (Chain(fixed, accordion, 1), Chain(accordion, fixed, 1)):
         assert chain.needs == Needs(gradients="epoch sum")
-    estimating = EstimatedThreshold(k_min=0.1, epochs=2)
-    for chain in (Chain(fixed, estimating, 1), Chain(estimating, fixed, 1)):
+    noise, simple = AdaQS(), TotalError(k_min=0.1)
+    for chain in (Chain(noise, simple, 1), Chain(simple, noise, 1)):
         assert chain.needs == Needs(moments=True, errors=True)
     assert Chain(fixed, fixed, 1).needs == Needs()
     budget = TotalErrorBudget(0.1)

@@ -7,7 +7,6 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import (
     Accordion,
     BandwidthAware,
-    BySize,
     BytesBudget,
     Chain,
     CongestionAIMD,
@@ -29,8 +28,7 @@ from lightning_gc.controllers import (
         (PowerSGD(), Schedule((4, None, 0.5)), "level 0.5 is outside"),
         (QSGD(), Schedule.dgc_warmup(), "level 0.25 is outside .* bits, 2 to 16"),
         (TopK(), Fixed(4), "level 4 is outside .* density, 1e-05 to 1; .* as 0.01"),
-        (TopK(), BySize({4096: 8}), "level 8 is outside"),
-        (TopK(), BySize({4096: 0.1}, default=8), "level 8 is outside"),
+        (TopK(), Plan({"body.*": 0.1}, default=8), "level 8 is outside"),
         (TopK(), Plan({"body.*": 2}), "level 2 is outside"),
         (TopK(), DynamicBitWidth(), "level 4 is outside"),
         (PowerSGD(), BandwidthAware((2, 1, 0.5), 0.1), "level 0.5 is outside"),

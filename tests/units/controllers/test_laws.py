@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_gc.controllers
+import lightning_gc.core.combinations
+import lightning_gc.core.refusal
 import lightning_gc.core.registry
 import lightning_gc.core.settings
 from lightning_gc.controllers import (
@@ -23,7 +25,6 @@ from lightning_gc.controllers import (
     Auto,
     BandwidthAware,
     Budget,
-    BySize,
     BytesBudget,
     Candidate,
     Chain,
@@ -32,7 +33,6 @@ from lightning_gc.controllers import (
     Curve,
     Decision,
     DynamicBitWidth,
-    EstimatedThreshold,
     ExchangeRecord,
     Fixed,
     GainSearch,
@@ -58,7 +58,6 @@ CONTROLLERS: list[Controller] = [
     Schedule((0.5, None, 0.1)),
     Schedule((0.5, 0.1), by="progress"),
     Schedule.dgc_warmup(),
-    BySize({10: 0.5, 1000: None}, default=0.1),
     Plan({"a*": 0.5, "*": None}),
     Accordion(low=0.5, high=0.1, interval=1),
     Accordion(low=None, high=0.1, interval=3, threshold=0.2),
@@ -69,7 +68,6 @@ CONTROLLERS: list[Controller] = [
     DynamicBitWidth(patience=1, release_at_last=False),
     DynamicBitWidth(loss_delta=None, allow_decrease=True, release_epochs=2, patience=1),
     TotalError(k_min=0.001),
-    EstimatedThreshold(k_min=0.1, epochs=3),
     TotalErrorBudget(0.05),
     TotalErrorBudget(0.05, initial=1e-3),
     Chain(Schedule.dgc_warmup(0.1), Accordion(low=0.5, high=0.1, interval=1), at_epoch=3),
@@ -289,7 +287,10 @@ def test_every_controller_is_in_the_table() -> None:
 MODULES = sorted(Path(lightning_gc.controllers.__file__).parent.glob("*.py"))
 
 
-BASES = (lightning_gc.core.settings, lightning_gc.core.registry)  # held to the same rule
+BASES = (  # held to the same rule
+    *(lightning_gc.core.settings, lightning_gc.core.registry),
+    *(lightning_gc.core.combinations, lightning_gc.core.refusal),
+)
 
 
 @pytest.mark.parametrize(

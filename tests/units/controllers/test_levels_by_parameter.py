@@ -1,4 +1,4 @@
-"""Levels by size and by name: every parameter has the one that a search by hand finds."""
+"""Levels by name: every parameter has the one that a search by hand finds."""
 
 from fnmatch import fnmatchcase
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gc.controllers import BySize, Controller, Observation, Plan
+from lightning_gc.controllers import Controller, Observation, Plan
 from tests.support.replay import patient
 
 LEVELS = st.none() | st.floats(0.001, 1)
@@ -18,19 +18,6 @@ def in_force(controller: Controller, sizes: dict[str, int]) -> dict[str, float |
     decision, _ = controller.decide(Observation(-1, sizes=sizes), {})
     assert decision.level not in decision.levels.values()
     return {name: decision.levels.get(name, decision.level) for name in sizes}
-
-
-@patient
-@given(
-    st.dictionaries(st.integers(1, 99), LEVELS, min_size=1), LEVELS, st.lists(st.integers(1, 120))
-)
-def test_the_largest_size_reached_decides(
-    table: dict[int, float | None], default: float | None, numels: list[int]
-) -> None:
-    found = in_force(BySize(table, default), {f"p{n}": n for n in numels})
-    for numel in numels:
-        reached = [size for size in table if size <= numel]
-        assert found[f"p{numel}"] == (table[max(reached)] if reached else default)
 
 
 NAMES = ("embedding.weight", "lstm.weight_ih_l0", "lstm.weight_hh_l0", "decoder.weight")
@@ -55,20 +42,15 @@ def test_a_pattern_that_fits_nothing_is_refused() -> None:
         in_force(Plan({"lstm.wieght*": 0.1}), dict.fromkeys(NAMES, 10))
 
 
-WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (BySize, {"levels": {}}, "at least one level is needed"),
-    (BySize, {"levels": {0: 0.1}}, "a number of elements is an integer of at least 1"),
-    (BySize, {"levels": {"65536": 0.1}}, "'65536': 0.1}.*: a number of elements is an integer"),
-    (BySize, {"levels": {10: "1%"}}, "a level is a finite number"),
-    (BySize, {"levels": {10: 0.1}, "default": -1}, "a level is a finite number"),
-    (Plan, {"levels": {}}, "at least one is needed"),
-    (Plan, {"levels": {"*": float("nan")}}, "a level is a finite number"),
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"levels": {}}, "at least one is needed"),
+    ({"levels": {"*": float("nan")}}, "a level is a finite number"),
+    ({"levels": {"*": "1%"}}, "a level is a finite number"),
+    ({"levels": {"*": 0.1}, "default": -1}, "a level is a finite number"),
 ]
 
 
-@pytest.mark.parametrize(("controller", "settings", "what"), WRONG)
-def test_what_makes_no_sense_is_refused(
-    controller: Any, settings: dict[str, Any], what: str
-) -> None:
+@pytest.mark.parametrize(("settings", "what"), WRONG)
+def test_what_makes_no_sense_is_refused(settings: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        controller(**settings)
+        Plan(**settings)

@@ -10,7 +10,6 @@ import pytest
 from lightning_gc import CompressedDDPStrategy, HardThreshold, TopK
 from lightning_gc.controllers import (
     Controller,
-    EstimatedThreshold,
     Observation,
     TotalError,
     TotalErrorBudget,
@@ -38,7 +37,7 @@ def test_the_papers_rule(elements: int, printed: float, exact: float) -> None:
     assert f"{elements:,}" in replay(TotalError(k_min=0.001), seen)[0].reason
 
 
-ALL = [TotalError(k_min=0.1), EstimatedThreshold(k_min=0.1), TotalErrorBudget(0.1)]
+ALL = [TotalError(k_min=0.1), TotalErrorBudget(0.1)]
 
 
 @pytest.mark.parametrize("controller", ALL, ids=repr)
@@ -48,7 +47,6 @@ def test_total_errors_are_logged_and_asked_for(controller: Controller) -> None:
     figures = replay(controller, [first])[0].figures
     assert (figures["total_error"], figures["total_error_update"]) == (2.5, 0.5)
     assert controller.needs.errors
-    assert controller.needs.moments == isinstance(controller, EstimatedThreshold)
 
 
 @pytest.mark.parametrize("controller", ALL, ids=repr)
@@ -60,30 +58,22 @@ def test_only_a_threshold_can_be_driven(controller: Controller) -> None:
 
 
 @pytest.mark.parametrize(
-    ("controller", "after"), [(TotalError(k_min=0.1), 0), (EstimatedThreshold(0.1, epochs=2), 2)]
-)
-@pytest.mark.parametrize(
     ("sent", "silent"), [(0, True), (1, False), (50, False)], ids=["nothing", "one", "some"]
 )
-def test_a_threshold_that_nothing_reaches_is_warned_of_once(
-    controller: Controller, after: int, sent: int, silent: bool
-) -> None:
+def test_a_threshold_that_nothing_reaches_is_warned_of_once(sent: int, silent: bool) -> None:
     """Of 100 elements 10 are always sent whole; the epoch has 5 steps."""
-    first = Observation(-1, num_elements=100, num_compressed=90, gradient_noise=1.0)
+    first = Observation(-1, num_elements=100, num_compressed=90)
     seen = [replace(first, epoch=e, steps=5, sent_elements=50 + sent) for e in range(6)]
-    warned = [bool(d.warning) for d in replay(controller, [first, *seen])]
-    assert warned == [silent and e == after for e in range(-1, 6)]
+    warned = [bool(d.warning) for d in replay(TotalError(k_min=0.1), [first, *seen])]
+    assert warned == [silent and e == 0 for e in range(-1, 6)]
 
 
-def test_the_warnings_say_what_to_do() -> None:
-    first = Observation(-1, num_elements=100, num_compressed=90, gradient_noise=4.0)
-    seen = [first, *(replace(first, epoch=e, steps=5, sent_elements=50) for e in range(2))]
+def test_the_warning_says_what_to_do() -> None:
+    first = Observation(-1, num_elements=100, num_compressed=90)
+    seen = [first, replace(first, epoch=0, steps=5, sent_elements=50)]
     simple = replay(TotalError(k_min=0.25), seen)[1].warning
     assert "TotalError(k_min=0.25): no element has reached the threshold 0.1 in the" in simple
-    estimated = replay(EstimatedThreshold(0.25, epochs=1), seen)[2].warning
-    assert "no element has reached the threshold 0.8 in the 5 steps since" in estimated
-    assert "16 steps on average" in estimated  # (0.8 / 0.2)², as each element's noise is 0.2
-    assert all("use TotalErrorBudget" in text.replace("Use", "use") for text in (simple, estimated))
+    assert "Use TotalErrorBudget" in simple
 
 
 @pytest.mark.parametrize(
@@ -95,17 +85,15 @@ def test_the_warnings_say_what_to_do() -> None:
         (lambda: TotalError(budget=0.1, initial=2.0), ["use TotalErrorBudget(budget=0.1, initial"]),
         (
             lambda: TotalError(k_min=0.2, estimate_epochs=2),
-            ["use EstimatedThreshold(k_min=0.2, epochs=2)"],
+            ["is gone", "use TotalErrorBudget(0.2)"],
         ),
-        (lambda: EstimatedThreshold(k_min=1.5), ["k_min=1.5", "(0, 1]"]),
-        (lambda: EstimatedThreshold(epochs=0), ["epochs=0", "1 or more"]),
         (lambda: TotalErrorBudget(1.5), ["budget=1.5", "(0, 1]"]),
         (lambda: TotalErrorBudget(0.1, initial=0.0), ["initial=0.0", "above 0"]),
         (lambda: TotalErrorBudget(0.1, initial=math.inf), ["initial=inf", "above 0"]),
     ],
 )
 def test_bad_settings_are_named(make: Callable[[], Any], words: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"TotalError|EstimatedThreshold") as caught:
+    with pytest.raises(ValueError, match="TotalError") as caught:
         make()
     assert all(word in str(caught.value) for word in words)
 

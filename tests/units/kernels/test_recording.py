@@ -253,13 +253,13 @@ def test_what_makes_too_much_is_watched_once(monkeypatch: pytest.MonkeyPatch) ->
     """For all buckets of a method, until the fit ends."""
     monkeypatch.setattr(recorded_exchange, "SMALL", 0)
     watched: list[int] = []
-    recorder = recorded_exchange.Recorder
+    recorder = recorded_exchange.ExchangeRecorder
 
     def noted(bucket: Any, before: Any) -> Any:
         watched.append(bucket.step)
         return recorder(bucket, before)
 
-    monkeypatch.setattr(recorded_exchange, "Recorder", noted)
+    monkeypatch.setattr(recorded_exchange, "ExchangeRecorder", noted)
     assert not run(gc.NVFP4(), None, 1, 6, {})
     assert watched == [1]
 

@@ -13,23 +13,21 @@ from torch import nn
 from lightning_gc import (
     QSGD,
     EFSignSGD,
-    Elastic,
     ErrorFeedback,
     HardThreshold,
     Identity,
-    InnerMoments,
     NetworkModel,
     NoMemory,
     OuterSGD,
     PerParameter,
     PowerSGD,
     Quantised,
-    RadialDirectional,
     Roll,
     TopK,
     Unequal,
 )
 from lightning_gc.compressors import Compressor
+from lightning_gc.elastic.roll import Round
 from lightning_gc.exchange.workers import Workers, configure
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
@@ -37,7 +35,6 @@ from lightning_gc.lightning.for_pytorch_lightning import (
 )
 from lightning_gc.lightning.simulation.simulated_local_steps import Exchanges
 from lightning_gc.local_steps.local_rounds import CommonState, LocalRounds, OwnState
-from lightning_gc.local_steps.roll import Round
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.local_steps.simulated_clock import SimulatedClock
 from lightning_gc.local_steps.unequal import resting
@@ -161,16 +158,11 @@ def before_the_exchange(group: Group, run: Any) -> list[Numbers]:
     return found
 
 
-def phi(x: Any) -> Any:
-    return x / max(np.linalg.norm(x), 1e-12)
-
-
 def reference(
     distances: list[Numbers],
     weights: Sequence[float],
     steps: Sequence[int],
     clip: bool,
-    radial: bool,
 ) -> Numbers:
     """Return Δ̄ as the formulas say it, worker by worker."""
     counted = [w for w in range(len(weights)) if weights[w] > 0]
@@ -185,20 +177,15 @@ def reference(
             factor = {w: min(1.0, float(steps[w] * middle / norms[w])) for w in counted}
         shares = {w: weights[w] / total for w in counted}
         vectors = {w: shares[w] * distances[w][name] for w in counted}
-        if radial and name != "words.weight":
-            length = sum(shares[w] * factor[w] * norms[w] for w in counted)
-            mean[name] = length * phi(np.sum([vectors[w] / norms[w] for w in counted], 0))
-        else:
-            mean[name] = np.sum([factor[w] * vectors[w] for w in counted], 0)
+        mean[name] = np.sum([factor[w] * vectors[w] for w in counted], 0)
     return mean
 
 
-@pytest.mark.parametrize("outer", [OuterSGD(), RadialDirectional()], ids=["plain", "radial"])
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize("weigh", ["equal", "steps", "tokens"])
-def test_the_mean_is_that_of_the_formula(weigh: Any, clip: bool, outer: Any) -> None:
+def test_the_mean_is_that_of_the_formula(weigh: Any, clip: bool) -> None:
     unequal = Unequal(pace=SPEEDS, weigh=weigh, median_clip=clip)
-    group = Group(unequal, outer=outer)
+    group = Group(unequal)
     group.sizes = (1, 1, 9)
     tokens = (10, 50, 7)
     for _ in range(3):
@@ -206,8 +193,7 @@ def test_the_mean_is_that_of_the_formula(weigh: Any, clip: bool, outer: Any) -> 
         distances = before_the_exchange(group, lambda: group.round(tokens=tokens))
         steps = (8, 4, 4)
         weights = {"equal": (1, 1, 1), "steps": steps, "tokens": (80, 200, 28)}[weigh]
-        radial = isinstance(outer, RadialDirectional)
-        mean = reference(distances, weights, steps, clip, radial)
+        mean = reference(distances, weights, steps, clip)
         for name, after in group.anchor().items():
             np.testing.assert_allclose(before[name] - after, mean[name], atol=1e-6)
 
@@ -267,7 +253,7 @@ def test_a_late_result_is_in_the_next_round_as_it_was() -> None:
         np.testing.assert_allclose(kept[1][name], first[1][name], atol=1e-6)
     before, second = group.anchor(), before_the_exchange(group, group.round)
     assert group.made == [16, 8, 8], "they had no time for steps"
-    mean = reference(second, (1, 1, 1), (8, 8, 8), clip=False, radial=False)
+    mean = reference(second, (1, 1, 1), (8, 8, 8), clip=False)
     for name, after in group.anchor().items():
         np.testing.assert_allclose(before[name] - after, mean[name], atol=1e-6)
     assert not any(rounds.share.late for rounds in group.rounds)
@@ -296,7 +282,7 @@ def test_one_astray_is_clipped_and_one_not_finite_is_left_out() -> None:
     before = group.anchor()
     with pytest.warns(UserWarning, match="worker 3 were not finite at round 2.*Its 8 steps"):
         distances = before_the_exchange(group, group.round)
-    mean = reference(distances, (1, 1, 1, 0), (8,) * 4, clip=True, radial=False)
+    mean = reference(distances, (1, 1, 1, 0), (8,) * 4, clip=True)
     for name, after in group.anchor().items():
         np.testing.assert_allclose(before[name] - after, mean[name], atol=1e-6)
     assert all(not each.any() for each in group.distances()[3].values())
@@ -340,18 +326,12 @@ def test_predicted_seconds_are_steps_and_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unequal", "outer", "numbers"),
-    [
-        (None, OuterSGD(), 0),
-        (HALF, OuterSGD(), 0),
-        (Unequal(), OuterSGD(), 3),
-        (Unequal(median_clip=True), OuterSGD(), 6),
-        (None, RadialDirectional(), 6),
-    ],
+    ("unequal", "numbers"),
+    [(None, 0), (HALF, 0), (Unequal(), 3), (Unequal(median_clip=True), 6)],
 )
-def test_what_workers_agree_on_is_counted(unequal: Any, outer: Any, numbers: int) -> None:
+def test_what_workers_agree_on_is_counted(unequal: Any, numbers: int) -> None:
     """One number for each of three tensors, and three more; 4 bytes each, in units of 16."""
-    plain, group = Group(None), Group(unequal, outer=outer)
+    plain, group = Group(None), Group(unequal)
     for each in (plain, group):
         each.round()
     more = group.ledger.transport.sent_bytes[0] - plain.ledger.transport.sent_bytes[0]
@@ -375,7 +355,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "compressor": QSGD(4),
         "fragments": 2,
     },
-    "delayed": {"unequal": Unequal(), "outer": RadialDirectional(OuterSGD.diloco()), "delay": 2},
+    "delayed": {"unequal": Unequal(), "outer": OuterSGD.diloco(), "delay": 2},
 }
 
 
@@ -437,26 +417,9 @@ def test_values_that_cannot_be(settings: dict[str, Any], said: str) -> None:
     ("settings", "said"),
     [
         ({"unequal": "measured"}, r"give an instance, such as Unequal\(\)"),
-        ({"unequal": Unequal(grace=1.0), "delay": 1}, "use delay=0, or grace=None"),
-        ({"unequal": Unequal(grace=1.0), "fragments": 2}, "use fragments=1, or grace=None"),
-        (
-            {"compressor": TopK(0.1), "outer": RadialDirectional()},
-            r"stretched to the length of all; use a quantiser, such as QSGD\(4\)",
-        ),
-        (
-            {"unequal": Unequal(grace=1.0), "moments": InnerMoments(), "speeds": SPEEDS[:2]},
-            "moments would count though its steps do not; use moments=None, or grace=None",
-        ),
         ({**REPLAYED, "unequal": HALF}, "would scale distances twice; leave unequal out"),
-        (
-            {**REPLAYED, "outer": RadialDirectional()},
-            r"use outer=OuterSGD\(lr=1.0, momentum=0.0, nesterov=False\)",
-        ),
-        ({**REPLAYED, "speeds": SPEEDS[:2]}, "a roll does not say how long its rounds took"),
         ({"speeds": (1.0, -1.0)}, "a number above 0 for each worker"),
-        ({"speeds": (1.0,)}, "one speed for each worker, or leave workers out"),
         ({"unequal": Unequal(pace=(1.0, 2.0, 3.0))}, "3 speeds for 2 workers; give 2, or use"),
-        ({"unequal": Unequal()}, "their speeds cannot be measured; give speeds="),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], said: str) -> None:
@@ -464,15 +427,6 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], said: str) -
         SimulatedLocalStepsStrategy(**{"compressor": QSGD(4), "workers": 2, **settings})
 
 
-def test_a_radial_step_needs_an_inner_one() -> None:
-    with pytest.raises(ValueError, match=r"such as OuterSGD\(\)"):
-        RadialDirectional(sgd=0.7)  # type: ignore[arg-type]
-
-
 def test_the_strategy_with_processes_takes_the_same_options_but_grace() -> None:
-    strategy = LocalStepsStrategy(QSGD(4), outer=RadialDirectional(), unequal=HALF)
+    strategy = LocalStepsStrategy(QSGD(4), outer=OuterSGD.diloco(), unequal=HALF)
     assert strategy.plan.unequal == HALF
-    with pytest.raises(ValueError, match="waits for all of them"):
-        LocalStepsStrategy(QSGD(4), unequal=Unequal(grace=1.0))
-    with pytest.raises(ValueError, match="leave unequal out"):
-        LocalStepsStrategy(QSGD(4), unequal=HALF, elastic=Elastic("127.0.0.1:1"))

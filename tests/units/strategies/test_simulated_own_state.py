@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gc import QSGD
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
-from lightning_gc.lightning.simulation.own_state import Holder, OwnState, Scope
+from lightning_gc.lightning.simulation.own_state import Holder, OwnValues, Scope
 from tests.support.fitting import fit, unwarned
 from tests.support.models import Plain, common_batches
 
@@ -30,11 +30,11 @@ def said(*_: str) -> None:
     raise AssertionError(_)
 
 
-def state(values: list[dict[str, Any]], notes: dict[str, list[Any]] | None = None) -> OwnState:
+def state(values: list[dict[str, Any]], notes: dict[str, list[Any]] | None = None) -> OwnValues:
     held = [Holder(str(index), each) for index, each in enumerate(values)]
     kinds = ("differing", "too_large", "joint")
     says = [said if notes is None else lambda *key, k=k: notes[k].append(key) for k in kinds]
-    return OwnState(2, lambda: (held, Scope((), ())), *says)  # type: ignore[arg-type]
+    return OwnValues(2, lambda: (held, Scope((), ())), *says)  # type: ignore[arg-type]
 
 
 def part(index: int) -> dict[str, Any]:
