@@ -320,7 +320,7 @@ class Share:
     def _scales(self, gathered: Tensor) -> Tensor:
         """Return what each worker multiplies its tensors by, ``(W, T)``; ``(W, 1)`` if by one.
 
-        That is the share ``w_i·W/Σ_j w_j`` times the clip ``a_i``.
+        The number is the share ``w_i·W/Σ_j w_j`` times the clip ``a_i``.
         """
         numbers = gathered.double()
         weights, steps, norms = numbers[:, :1], numbers[:, 1:2].clamp(min=1), numbers[:, _OWN:]
