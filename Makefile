@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo vision tune-demo test quick check docs docs-tables kernels tests faults mutants soak soak-elastic gpu-check matrix release url changelog \
+.PHONY: help demo vision tune-demo test quick check docs docs-tables kernels tests seconds faults mutants soak soak-elastic gpu-check matrix release url changelog \
 	catalogue bench-bytes bench-controllers bench-network bench-advice bench-scaling clean
 
 help: ## what can be made
@@ -26,9 +26,9 @@ tune-demo: $(VENV)/.tune ## tune five methods by a study each, compare them fair
 	@mkdir -p runs/tune
 	@$(TUNE_DEMO) >runs/tune/second.log 2>&1 & second=$$!; $(TUNE_DEMO) && wait $$second
 
-test: $(VENV)/.test ## everything that CI runs; the first three keep one core busy each
-	@$(MAKE) --no-print-directory -j 2 -O check docs kernels
-	@$(MAKE) --no-print-directory tests
+test: kernels ## everything that CI runs: check and docs beside the tests
+	@$(MAKE) --no-print-directory check docs & beside=$$!; \
+	  $(MAKE) --no-print-directory tests; tests=$$?; wait $$beside && exit $$tests
 
 # Without processes, without the laws of every method, without tests that take seconds, and without
 # a file that starts Python again and again.
@@ -45,7 +45,7 @@ check: $(VENV)/.test ## linter, formatter, types, import arrows
 docs: $(VENV)/.test ## build the site into site/, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet
 
-TABLES := compressors memories schemes start waits wire
+TABLES := combinations compressors memories schemes start waits wire
 docs-tables: $(VENV)/.test ## write docs/tables/ anew, from what the classes declare
 	@mkdir -p docs/tables
 	@for table in $(TABLES); do $(BIN)/python -m lightning_gc list $$table --markdown \
@@ -54,11 +54,14 @@ docs-tables: $(VENV)/.test ## write docs/tables/ anew, from what the classes dec
 kernels: $(VENV)/.test # else each process of the tests compiles them
 	@$(BIN)/python -c "import tests.support.preload"
 
-# A file's tests in one process: its fixtures start processes, which take half a minute. Without
-# bytecode each of those would compile our sources again.
+# A file's tests run in one process, which keeps what its fixtures have started. Two processes take
+# files that compute, two others those that wait. Without bytecode each would compile our sources.
 tests: export PYTHONDONTWRITEBYTECODE :=
-tests: $(VENV)/.test ## pytest in three processes, as they often wait; choose with ARGS="-k topk"
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+tests: $(VENV)/.test ## pytest in two pools of two processes; choose with ARGS="-k topk"
+	$(BIN)/python -m pytest -n 4 --dist loadfile $(ARGS)
+
+seconds: ## run all tests, and write each file's seconds to tests/seconds.json, which orders them
+	@$(MAKE) --no-print-directory tests ARGS=--record-seconds
 
 faults: kernels ## plant deliberate faults, see which test finds each (24 minutes): ARGS="--only ID", ARGS=--list
 	$(BIN)/python -m tests.faults.plant --jobs 2 $(ARGS)

@@ -30,11 +30,12 @@ from models import MODELS
 from namespaces import Link, check_privileges, launch, network
 
 from lightning_gc.advice import advise
-from lightning_gc.advice.alpha_beta import KINDS, NOMINAL, at_rate, fit_all, probe
+from lightning_gc.advice.link_probe import probe
 from lightning_gc.advice.prediction import predict
 from lightning_gc.bench.baselines import PLAIN
 from lightning_gc.methods.text_table import markdown
 from lightning_gc.transports import Distributed
+from lightning_gc.transports.link import KINDS, NOMINAL, at_rate, fit_with_knee
 
 LIMIT = timedelta(seconds=120)
 
@@ -54,7 +55,7 @@ def work(options: argparse.Namespace) -> Any:
     for mbit in options.mbit:
         there = replace(
             advice.situation,
-            link=at_rate(advice.situation.link, mbit / 1000),
+            links=at_rate(advice.situation.links, mbit / 1000),
         )
         others[str(mbit)] = {row.name: row.seconds for row in predict(there, known)}
     return {
@@ -79,13 +80,13 @@ def probed() -> Any:
     dist.init_process_group("gloo", timeout=LIMIT)
     began = time.monotonic()
     found = probe(Distributed(), torch.device("cpu"))
-    fitted = fit_all(found)
+    fitted = {kind: fit_with_knee(found[kind]) for kind in KINDS}
     rows = {
         kind: [
-            fitted.of(kind).gbps,
-            fitted.of(kind).latency_us,
+            fitted[kind].gbps,
+            fitted[kind].latency_us,
             max(  # the largest relative error of the fit
-                abs(fitted.of(kind).seconds(each.messages, each.nbytes) / each.seconds - 1)
+                abs(fitted[kind].seconds(each.messages, each.nbytes) / each.seconds - 1)
                 for each in found[kind]
             ),
         ]

@@ -24,22 +24,24 @@ INTERFACE, SUBNET, PORT = "gc0", "10.77.0.", 29500  # inside the namespaces only
 
 @dataclass(frozen=True)
 class Link:
-    """What every worker's way out is like.
+    """What every worker's way out is like, and its way in.
 
     Attributes:
         mbit: 10⁶ bits per second; 0: as fast as the machine.
         delay_ms: added to every packet, one way.
         loss: share of packets lost, in [0, 1).
+        down_mbit: of the way in; 0: as fast as the machine.
     """
 
     mbit: float = 0.0
     delay_ms: float = 0.0
     loss: float = 0.0
+    down_mbit: float = 0.0
 
     def __str__(self) -> str:
         """As a table shows it."""
-        speed = f"{self.mbit / 1000:g} Gbit/s" if self.mbit >= 1000 else f"{self.mbit:g} Mbit/s"
-        parts = [speed if self.mbit else "unlimited"]
+        parts = [_speed(self.mbit)]
+        parts += [f"{_speed(self.down_mbit)} down"] if self.down_mbit else []
         parts += [f"{self.delay_ms:g} ms"] if self.delay_ms else []
         parts += [f"{self.loss:.1%} lost"] if self.loss else []
         return ", ".join(parts)
@@ -47,6 +49,8 @@ class Link:
     def carried(self, spaces: Sequence[str]) -> contextlib.AbstractContextManager[bool]:
         """Return a context in which `delay_line` joins namespaces; False where it is not needed."""
         if (self.delay_ms or self.loss) and not has_netem(spaces[0]):
+            if self.down_mbit:
+                give_up("A way in of its own needs netem in the kernel where packets are delayed.")
             return _delay_line(self, spaces)
         return contextlib.nullcontext(False)
 
@@ -55,14 +59,23 @@ class Link:
         tell = f"-n {space} qdisc replace" if space else "qdisc replace"
         parent = "root handle 1:"
         if self.mbit:
-            # As much as flows between two ticks of the kernel's clock, and one segment at least.
-            burst = max(int(self.mbit * 1e6 / 8 / 250 * 1.5), 128 * 1024)
-            limit = f"tbf rate {self.mbit}mbit burst {burst} latency 200ms"
-            tc(f"{tell} dev {INTERFACE} {parent} {limit}")
+            tc(f"{tell} dev {INTERFACE} {parent} {_bucket(self.mbit)}")
             parent = "parent 1:1 handle 10:"
         if self.delay_ms or self.loss:
             worse = f"netem delay {self.delay_ms}ms loss {100 * self.loss}%"
             tc(f"{tell} dev {INTERFACE} {parent} {worse}")
+
+
+def _speed(mbit: float) -> str:
+    if not mbit:
+        return "unlimited"
+    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
+
+
+def _bucket(mbit: float) -> str:
+    # As much as flows between two ticks of the kernel's clock, and one segment at least.
+    burst = max(int(mbit * 1e6 / 8 / 250 * 1.5), 128 * 1024)
+    return f"tbf rate {mbit}mbit burst {burst} latency 200ms"
 
 
 def sent_bytes(interface: str = INTERFACE) -> int:
@@ -134,7 +147,7 @@ def network(workers: int, link: Link = Link()) -> Iterator[list[str]]:
             ip(f"netns add {space}")
         with link.carried(spaces) as carried:
             if not carried:
-                _join(spaces, hub)
+                _join(spaces, hub, link.down_mbit)
             for i, space in enumerate(spaces):
                 ip(f"-n {space} addr add {SUBNET}{i + 1}/24 dev {INTERFACE}")
                 for name in (INTERFACE, "lo"):
@@ -154,13 +167,18 @@ def network(workers: int, link: Link = Link()) -> Iterator[list[str]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _join(spaces: Sequence[str], hub: str) -> None:
-    """Give each namespace an interface; two are joined directly, more by a bridge in the hub."""
+def _join(spaces: Sequence[str], hub: str, down_mbit: float) -> None:
+    """Give each namespace an interface; two are joined directly, more by a bridge in the hub.
+
+    The bridge's ports send what comes in, so they limit it.
+    """
     ip(f"-n {hub} link add bridge0 up type bridge")
     for i, space in enumerate(spaces):
-        if len(spaces) > 2:
+        if len(spaces) > 2 or down_mbit:
             ip(f"-n {space} link add {INTERFACE} type veth peer name port{i} netns {hub}")
             ip(f"-n {hub} link set port{i} master bridge0 up")
+            if down_mbit:
+                tc(f"-n {hub} qdisc replace dev port{i} root {_bucket(down_mbit)}")
         elif i:
             ip(f"-n {space} link add {INTERFACE} type veth peer {INTERFACE} netns {spaces[0]}")
 

@@ -40,12 +40,12 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
-from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange
-from lightning_gc.advice.traces import Asked, Pattern, Shapes, Trace, pattern, trace
+from lightning_gc.advice.traces import Asked, Pattern, Shapes, Trace, dense, pattern, trace
 from lightning_gc.compressors import Compressor
 from lightning_gc.methods.plot_style import FAMILIES, SERIES
 from lightning_gc.methods.text_table import markdown
 from lightning_gc.schemes import Scheme
+from lightning_gc.transports.link import Link, alike
 
 FULL: Shapes = {
     "embedding": (10_000, 300),
@@ -129,14 +129,15 @@ def model(
     patterns: dict[Key, Pattern], link: Link, size: int
 ) -> tuple[str, dict[Key, list[float]]]:
     """Return a link's table, and what is to be drawn."""
+    links = alike(link)
 
     def faster(found: Pattern, workers: int) -> float:
-        return dense(size, workers, link) / exchange(found.at(workers), link)
+        return dense(size, workers).takes(links) / found.at(workers).takes(links)
 
     def pays(found: Pattern, workers: int) -> bool:
         return faster(found, workers) > 1
 
-    lines = [[DENSE, *(f"{dense(size, w, link):.4f} s" for w in SHOWN), ""]]
+    lines = [[DENSE, *(f"{dense(size, w).takes(links):.4f} s" for w in SHOWN), ""]]
     drawn = {}
     for key, found in patterns.items():
         last = next((workers for workers in range(MOST, 1, -1) if pays(found, workers)), 0)
@@ -185,15 +186,17 @@ def check(
     small, whole = (max(a[name]["seconds"] for a in answers) for name in (SMALL, DENSE))
     latency = small / (2 * (workers - 1))
     rate = 2 * (workers - 1) / workers * size * 8 / (whole - small) / 1e9
-    link = Link(shaped / 1000 if shaped else rate, 1e6 * latency)
+    links = alike(Link(shaped / 1000 if shaped else rate, 1e6 * latency))
     crowd = max(1.0, workers / (os.cpu_count() or 1))  # workers that share a core
-    lines = [[str(workers), DENSE, "", f"{whole:.4f}", f"{dense(size, workers, link):.4f}", ""]]
+    lines = [
+        [str(workers), DENSE, "", f"{whole:.4f}", f"{dense(size, workers).takes(links):.4f}", ""]
+    ]
     for key, seen in traces.items():
         name = ", ".join(key)
         step = next(each for each in seen if each.workers == workers)
         counted = sum(answer[name]["sent"] for answer in answers) / workers
         took = max(answer[name]["seconds"] for answer in answers)
-        said = crowd * sum(step.seconds) + communication(step, link)
+        said = (crowd - 1) * sum(step.seconds) + step.takes(links)
         off = counted / step.sent - 1
         same = "the same" if abs(off) < 1e-6 else f"{off:+.2%}"
         lines.append([str(workers), name, same, f"{took:.4f}", f"{said:.4f}", f"{took / said:.2f}"])

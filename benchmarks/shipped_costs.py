@@ -31,7 +31,7 @@ from models import build
 
 import lightning_gc
 from lightning_gc.advice.costs import FEW, SEEN
-from lightning_gc.advice.description import gpt2
+from lightning_gc.advice.description import LATENCY_US, gpt2
 from lightning_gc.advice.prediction import METHODS, WHOLE
 from lightning_gc.advice.traces import Shapes, Trace, trace
 from lightning_gc.advice.what_if import WhatIf
@@ -39,6 +39,7 @@ from lightning_gc.compressors import Identity
 from lightning_gc.methods.method import parse_method
 from lightning_gc.methods.text_table import markdown
 from lightning_gc.schemes import AllReduce
+from lightning_gc.transports.link import Link
 
 OUT = Path(lightning_gc.__file__).parent / "advice" / "shipped_costs.json"
 SIDES = (32, 128, 512, 1_024, 2_048)
@@ -147,7 +148,8 @@ def compared(path: Path) -> Iterator[tuple[str, str, float, float]]:
         number, unit = run["link"].split()
         shapes = {n: tuple(p.shape) for n, p in build(run["model"], 1, 0)[0].named_parameters()}
         gbps = float(number) * (1.0 if unit == "Gbit/s" else 1e-3)
-        case = WhatIf(shapes, rows["no synchronisation"], run["workers"], gbps)
+        link = Link(gbps, LATENCY_US)
+        case = WhatIf(shapes, rows["no synchronisation"], run["workers"], link)
         predicted = {row.name: row.seconds for row in case.rows()}
         for name, row in IN_NETWORK.items():
             if row in rows:

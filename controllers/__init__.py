@@ -16,6 +16,7 @@ from .base import Candidate as Candidate
 from .base import Controller as Controller
 from .base import Curve as Curve
 from .base import Decision as Decision
+from .base import ExchangeRecord as ExchangeRecord
 from .base import Needs as Needs
 from .base import Observation as Observation
 from .base import Point as Point
@@ -26,8 +27,6 @@ from .chain import Chain as Chain
 from .congestion_aimd import CongestionAIMD as CongestionAIMD
 from .dqsgd import DQSGD as DQSGD
 from .dynamic_bit_width import DynamicBitWidth as DynamicBitWidth
-from .exchange_record import ExchangeRecord as ExchangeRecord
-from .exchange_record import FittedLink as FittedLink
 from .fixed import Fixed as Fixed
 from .gain_search import GainSearch as GainSearch
 from .layer_budget import LayerBudget as LayerBudget
@@ -53,7 +52,6 @@ __all__ = [
     "Decision",
     "DynamicBitWidth",
     "ExchangeRecord",
-    "FittedLink",
     "Fixed",
     "GainSearch",
     "LayerBudget",

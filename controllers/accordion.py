@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State, compresses_less
 
 _SEVERAL = 3  # checks after which a warning says that nothing has been compressed
@@ -74,17 +77,15 @@ class Accordion(Controller):
         self._check_level(self.low)
         self._check_level(self.high)
         if self.interval < 1 or self.interval != int(self.interval):
-            raise ValueError(f"Accordion(interval={self.interval!r}): whole epochs, 1 or more.")
+            refuse("Accordion", "whole epochs, 1 or more", interval=self.interval)
         if not self.threshold > 0:
-            raise ValueError(f"Accordion(threshold={self.threshold!r}): above 0, such as 0.5.")
+            refuse("Accordion", "above 0, such as 0.5", threshold=self.threshold)
         if self.granularity not in ("parameter", "model"):
-            raise ValueError(
-                f"Accordion(granularity={self.granularity!r}): use 'parameter' or 'model'."
-            )
+            refuse("Accordion", "use 'parameter' or 'model'", granularity=self.granularity)
         if self.detector not in ("epoch", "minibatch"):
-            raise ValueError(f"Accordion(detector={self.detector!r}): use 'epoch' or 'minibatch'.")
+            refuse("Accordion", "use 'epoch' or 'minibatch'", detector=self.detector)
         if not self.decay >= 1:
-            raise ValueError(f"Accordion(decay={self.decay!r}): a factor of at least 1, such as 2.")
+            refuse("Accordion", "a factor of at least 1, such as 2", decay=self.decay)
 
     @property
     def needs(self) -> Needs:
@@ -96,11 +97,8 @@ class Accordion(Controller):
     def check(self, knob: KnobLike | None) -> None:
         super().check(knob)
         assert knob is not None
-        if not compresses_less(self.low, self.high, knob):
-            raise ValueError(
-                f"{self!r}: low={self.low!r} compresses harder than high={self.high!r}, as a "
-                f"higher {knob.field} means more {knob.more}; swap the two."
-            )
+        harder = not compresses_less(self.low, self.high, knob)
+        judge("Accordion", controller=self, knob=knob, harder=harder)
 
     def init(self) -> State:
         return {

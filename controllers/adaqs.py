@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State
 from .dqsgd import check_bits_of, check_order
 
@@ -53,10 +55,8 @@ class AdaQS(Controller):
     def __post_init__(self) -> None:
         check_order(self, 2, self.bits, self.high)
         if not 1 < self.factor < math.inf:
-            raise ValueError(
-                f"AdaQS(factor={self.factor!r}): the ratio must fall by more than 1 before the "
-                f"levels are doubled; use 2.0."
-            )
+            why = "the ratio must fall by more than 1 before the levels are doubled; use 2.0"
+            refuse("AdaQS", why, factor=self.factor)
 
     @property
     def needs(self) -> Needs:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
+
 from .bandwidth_aware import rate_of
 from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State
 
@@ -93,9 +96,9 @@ class Auto(Controller):
             ``Cast()``, ``QSGD(8)``, and but under Muon and SOAP ``QSGD(6)`` and ``QSGD(4)``; they
             trained as well as uncompressed gradients at unchanged hyper-parameters, within the
             spread of seeds or 0.03 nats.
-            ``"feedback"``: also ``PowerSGD(2)``, ``TopK(0.01)`` and
-            ``Quantised(ChunkedTopK(), BinMeans(2))`` with error feedback; they send less, and the
-            learning rate wants tuning for the one that is chosen. Or a ``Menu`` of your own.
+            ``"feedback"``: also ``PowerSGD(2)``, ``TopK(0.01)`` by an all-gather or ``TwoShot()``,
+            and ``Quantised(ChunkedTopK(), BinMeans(2))``, with error feedback; they send less, and
+            the learning rate wants tuning for the one that is chosen. Or a ``Menu`` of your own.
         every: steps of a window while it watches, at least. Each costs an all-reduce of a few
             numbers and a broadcast.
         trace: path of a file; empty for none.
@@ -124,18 +127,14 @@ class Auto(Controller):
                 f"such as Menu({{'16 bits': Cast(), '4 bits': QSGD(4)}})."
             )
         if self.every < FEWEST - 1:
-            raise ValueError(f"Auto(every={self.every!r}): give at least {FEWEST - 1} steps.")
+            refuse("Auto", f"give at least {FEWEST - 1} steps", every=self.every)
 
     @property
     def needs(self) -> Needs:
         return Needs(seconds=True, link=True, weighed=True, trace=self.trace)
 
     def check(self, knob: KnobLike | None) -> None:
-        if knob is None or knob.field != "choice":
-            raise ValueError(
-                f"{self!r} chooses among the compressors of a Menu; give the strategy "
-                f'compressor="auto", or a Menu.'
-            )
+        judge("Auto", controller=self, knob=knob, where="controller")
 
     def every_steps(self, epoch: int) -> int:
         return self.every

@@ -6,6 +6,9 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State, compresses_less
 
 
@@ -65,13 +68,11 @@ class BandwidthAware(Controller):
         object.__setattr__(self, "levels", tuple(self.levels))
         check_ladder("BandwidthAware", self.levels, self.every)
         if not 0 < self.step_seconds < math.inf:
-            raise ValueError(
-                f"BandwidthAware(step_seconds={self.step_seconds!r}): give seconds above 0."
-            )
+            refuse("BandwidthAware", "give seconds above 0", step_seconds=self.step_seconds)
         if self.first is not None and self.first not in self.levels:
-            raise ValueError(f"BandwidthAware(first={self.first!r}): one of {self.levels!r}.")
+            refuse("BandwidthAware", f"one of {self.levels!r}", first=self.first)
         if not 0 < self.headroom <= 1:
-            raise ValueError(f"BandwidthAware(headroom={self.headroom!r}): in (0, 1], as 0.9.")
+            refuse("BandwidthAware", "in (0, 1], as 0.9", headroom=self.headroom)
 
     @property
     def needs(self) -> Needs:
@@ -137,22 +138,16 @@ def rate_of(observation: Observation) -> float:
 def check_ladder(owner: str, levels: tuple[float, ...], every: int) -> None:
     """Raise ValueError for fewer than two levels, invalid ones, or no steps between decisions."""
     if len(set(levels)) < 2 or len(set(levels)) < len(levels):
-        raise ValueError(f"{owner}(levels={levels!r}): two or more levels, each once.")
+        refuse(owner, "two or more levels, each once", levels=levels)
     if not all(0 < level < math.inf for level in levels):
-        raise ValueError(f"{owner}(levels={levels!r}): levels are finite numbers above 0.")
+        refuse(owner, "levels are finite numbers above 0", levels=levels)
     if every < 1:
-        raise ValueError(f"{owner}(every={every!r}): a number of steps, 1 or more.")
+        refuse(owner, "a number of steps, 1 or more", every=every)
 
 
 def check_order(owner: Controller, levels: tuple[float, ...], knob: KnobLike) -> None:
     """Raise ValueError for levels that do not go from least compression to most."""
-    if knob.more != "bytes":
-        raise ValueError(
-            f"{owner!r} takes bytes to be in proportion to the level, but a higher {knob.field} "
-            f"means more {knob.more}; use a compressor whose knob is a density, bits or a rank."
-        )
-    pairs = itertools.pairwise(levels)
-    if not all(compresses_less(less, more, knob) for less, more in pairs):
-        raise ValueError(
-            f"{owner!r}: give levels from least compression to most, {sorted(levels)[::-1]}."
-        )
+    harder = not all(compresses_less(*pair, knob) for pair in itertools.pairwise(levels))
+    descending = sorted(levels)[::-1]
+    given = {"controller": owner, "knob": knob}
+    judge("BandwidthAware", **given, harder=harder, descending=descending)

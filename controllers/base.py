@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import Settings
-
-from .exchange_record import ExchangeRecord
 
 State = dict[str, Any]
 """A controller's state: numbers, strings, lists and dicts of these."""
@@ -42,6 +41,21 @@ class Curve(NamedTuple):
 
     norm: float
     points: tuple[Point, ...]
+
+
+class ExchangeRecord(NamedTuple):
+    """One request of a worker.
+
+    Attributes:
+        messages: that it sent.
+        nbytes: that it sent in all.
+        seconds: that the request took. On CUDA from when its stream has reached the request until
+            it has finished it. Both include waiting for a late peer; see ``Observation.exchanges``.
+    """
+
+    messages: float
+    nbytes: float
+    seconds: float
 
 
 class Candidate(NamedTuple):
@@ -406,19 +420,13 @@ class Controller(Settings, abc.ABC):
 
     def check(self, knob: KnobLike | None) -> None:
         """Raise ValueError if this controller cannot set the compressor's knob."""
-        if knob is None:
-            raise ValueError(
-                f"{self!r} sets a compressor's level, but this compressor has no level; use one "
-                f"with a level, such as TopK(0.01), or leave the controller out."
-            )
-        for level in self.known_levels():
-            if level is not None and not knob.low <= level <= knob.high:
-                usual = min(max(4 if knob.low >= 1 else 0.01, knob.low), knob.high)
-                raise ValueError(
-                    f"{self!r}: the level {level!r} is outside the range of this compressor's "
-                    f"{knob.field}, {knob.low:g} to {knob.high:g}; give levels from there, such as "
-                    f"{usual:g}."
-                )
+        outside = knob and [
+            level
+            for level in self.known_levels()
+            if level is not None and not knob.low <= level <= knob.high
+        ]
+        usual = knob and min(max(4 if knob.low >= 1 else 0.01, knob.low), knob.high)
+        judge("Controller and level", controller=self, knob=knob, outside=outside, usual=usual)
 
     def _check_level(self, level: Level) -> None:
         """Raise ValueError if a level is invalid for any knob."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, KnobLike, Needs, Observation, State
 
 EASE = 0.8
@@ -78,7 +80,7 @@ class Budget(Controller):
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
-            raise ValueError(f"Budget(share={self.share!r}): a share of the time, such as 0.1.")
+            refuse("Budget", "a share of the time, such as 0.1", share=self.share)
         for name in ("shortest", "longest", "rounds"):
             given = getattr(self, name)
             if given < 1:

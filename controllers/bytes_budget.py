@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, Level, Needs, Observation, State
 from .knapsack import Option, solve
 from .level_plan import check_settings, finite, replaced, squared, totals
@@ -55,9 +57,7 @@ class BytesBudget(Controller):
             self._check_level(level)
         check_settings("BytesBudget", self.levels, "first", self.first, self.interval)
         if not 0 < self.bytes_per_step < float("inf"):
-            raise ValueError(
-                f"BytesBudget(bytes_per_step={self.bytes_per_step!r}): above 0, such as 200_000."
-            )
+            refuse("BytesBudget", "above 0, such as 200_000", bytes_per_step=self.bytes_per_step)
 
     @property
     def needs(self) -> Needs:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, KnobLike, Needs, Observation, State
 
 
@@ -33,7 +35,7 @@ class Chain(Controller):
 
     def __post_init__(self) -> None:
         if self.at_epoch < 1:
-            raise ValueError(f"Chain(at_epoch={self.at_epoch!r}): must be at least 1.")
+            refuse("Chain", "must be at least 1", at_epoch=self.at_epoch)
         try:
             self.needs  # noqa: B018 - raises
         except ValueError as error:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State
 
 
@@ -59,24 +62,18 @@ class CongestionAIMD(Controller):
 
     def __post_init__(self) -> None:
         if not 0 < self.least < self.most < math.inf:
-            raise ValueError(
-                f"CongestionAIMD(least={self.least!r}, most={self.most!r}): finite levels above 0, "
-                f"least below most."
-            )
+            why = "finite levels above 0, least below most"
+            refuse("CongestionAIMD", why, least=self.least, most=self.most)
         if self.every < 1:
-            raise ValueError(f"CongestionAIMD(every={self.every!r}): a number of steps, 1 or more.")
+            refuse("CongestionAIMD", "a number of steps, 1 or more", every=self.every)
         if not 0 < self.seconds < math.inf:
-            raise ValueError(f"CongestionAIMD(seconds={self.seconds!r}): give seconds above 0.")
+            refuse("CongestionAIMD", "give seconds above 0", seconds=self.seconds)
         if not self.least <= self.first <= self.most:
-            raise ValueError(
-                f"CongestionAIMD(first={self.first!r}): within least={self.least!r} and "
-                f"most={self.most!r}."
-            )
+            why = f"within least={self.least!r} and most={self.most!r}"
+            refuse("CongestionAIMD", why, first=self.first)
         if not 0 < self.down < 1 or not 0 < self.up < math.inf:
-            raise ValueError(
-                f"CongestionAIMD(up={self.up!r}, down={self.down!r}): up is above 0, and down a "
-                f"factor in (0, 1)."
-            )
+            why = "up is above 0, and down a factor in (0, 1)"
+            refuse("CongestionAIMD", why, up=self.up, down=self.down)
 
     @property
     def needs(self) -> Needs:
@@ -91,11 +88,7 @@ class CongestionAIMD(Controller):
     def check(self, knob: KnobLike | None) -> None:
         super().check(knob)
         assert knob is not None
-        if knob.more != "bytes":
-            raise ValueError(
-                f"{self!r} raises the level to send more, but a higher {knob.field} means more "
-                f"{knob.more}; use a compressor whose knob is a density, bits or a rank."
-            )
+        judge("CongestionAIMD", controller=self, knob=knob)
 
     def init(self) -> State:
         return {"level": self.first}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_gc.core.combinations import judge
+
 from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State
 
 NEGLIGIBLE = 1e-9
@@ -13,11 +15,8 @@ NEGLIGIBLE = 1e-9
 
 def check_bits_of(controller: Controller, knob: KnobLike | None) -> None:
     """Raise ValueError unless the knob is a quantiser's bits."""
-    if knob is None or knob.field != "bits":
-        has = "has no level" if knob is None else f"has the level {knob.field}"
-        raise ValueError(
-            f"{controller} sets the bits of a quantiser, but this compressor {has}; use QSGD(4)."
-        )
+    has = "has no level" if knob is None else f"has the level {knob.field}"
+    judge("DQSGD and AdaQS", controller=controller, knob=knob, has=has)
 
 
 def check_order(controller: Controller, low: float, first: float, high: float) -> None:

@@ -7,6 +7,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, KnobLike, Level, Observation, State, compresses_less
 
 
@@ -69,28 +72,23 @@ class DynamicBitWidth(Controller):
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple((bound, level) for bound, level in self.steps))
         if self.mode not in ("max", "min"):
-            raise ValueError(f"DynamicBitWidth(mode={self.mode!r}): use 'max' or 'min'.")
+            refuse("DynamicBitWidth", "use 'max' or 'min'", mode=self.mode)
         if not self.steps:
-            raise ValueError("DynamicBitWidth(steps=()): at least one (bound, level) is needed.")
+            refuse("DynamicBitWidth", "at least one (bound, level) is needed", steps=())
         for _, level in self.steps:
             self._check_level(level)
         bounds = [bound for bound, _ in self.steps[1:]]
         for bound in bounds:
             if not isinstance(bound, int | float) or math.isnan(bound):
-                raise ValueError(
-                    f"DynamicBitWidth(steps={self.steps!r}): a bound is a number, but one is "
-                    f"{bound!r}; write it as 0.6, without quotes."
-                )
+                why = f"a bound is a number, but one is {bound!r}; write it as 0.6, without quotes"
+                refuse("DynamicBitWidth", why, steps=self.steps)
         if bounds != sorted(bounds, reverse=self.mode == "min"):
             way = "rise" if self.mode == "max" else "fall"
-            raise ValueError(
-                f"DynamicBitWidth(steps={self.steps!r}): with mode={self.mode!r} bounds must {way}."
-            )
+            why = f"with mode={self.mode!r} bounds must {way}"
+            refuse("DynamicBitWidth", why, steps=self.steps)
         if self.loss_delta is not None and not 0 <= self.loss_delta < math.inf:
-            raise ValueError(
-                f"DynamicBitWidth(loss_delta={self.loss_delta!r}): a change of the loss, 0 or "
-                f"more, such as 0.01, or None for never."
-            )
+            why = "a change of the loss, 0 or more, such as 0.01, or None for never"
+            refuse("DynamicBitWidth", why, loss_delta=self.loss_delta)
         for name in ("patience", "release_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"DynamicBitWidth({name}={getattr(self, name)!r}): 1 or more.")
@@ -102,12 +100,9 @@ class DynamicBitWidth(Controller):
         super().check(knob)
         assert knob is not None
         for (_, before), (_, after) in itertools.pairwise(self.steps):
-            if not compresses_less(after, before, knob):
-                raise ValueError(
-                    f"DynamicBitWidth(steps={self.steps!r}): level {after!r} compresses harder "
-                    f"than {before!r} before it, as a higher {knob.field} means more {knob.more}; "
-                    f"steps lead to less compression."
-                )
+            harder = not compresses_less(after, before, knob)
+            given = {"controller": self, "knob": knob, "before": before, "after": after}
+            judge("DynamicBitWidth", "DynamicBitWidth", **given, harder=harder)
 
     def init(self) -> State:
         return {"step": 0, "epochs": 0, "released": 0, "loss": None}

@@ -7,6 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
+
 from .bandwidth_aware import check_ladder
 from .base import (
     Controller,
@@ -66,10 +69,8 @@ class GainSearch(Controller):
         object.__setattr__(self, "levels", tuple(self.levels))
         check_ladder("GainSearch", self.levels, 1)
         if not 0 < self.gain <= 1 or not 0 <= self.omega < math.inf:
-            raise ValueError(
-                f"GainSearch(gain={self.gain!r}, omega={self.omega!r}): a gain in (0, 1], and a "
-                f"relative difference of 0 or more."
-            )
+            why = "a gain in (0, 1], and a relative difference of 0 or more"
+            refuse("GainSearch", why, gain=self.gain, omega=self.omega)
 
     @property
     def needs(self) -> Needs:
@@ -82,11 +83,8 @@ class GainSearch(Controller):
         super().check(knob)
         assert knob is not None
         pairs = itertools.pairwise(self.levels)
-        if not all(compresses_less(less, more, knob) for less, more in pairs):
-            raise ValueError(
-                f"{self!r}: give levels from least compression to most; a higher {knob.field} "
-                f"means more {knob.more}."
-            )
+        harder = not all(compresses_less(less, more, knob) for less, more in pairs)
+        judge("GainSearch", controller=self, knob=knob, harder=harder)
 
     def init(self) -> State:
         return {"level": 0, "scores": {}, "searching": True}

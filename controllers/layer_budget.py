@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, Level, Needs, Observation, State
 from .knapsack import Option, solve
 from .level_plan import check_settings, finite, replaced, squared, totals
@@ -64,7 +66,7 @@ class LayerBudget(Controller):
             self._check_level(level)
         check_settings("LayerBudget", self.levels, "reference", self.reference, self.interval)
         if not 0 < self.error < float("inf"):
-            raise ValueError(f"LayerBudget(error={self.error!r}): a factor above 0, such as 1.")
+            refuse("LayerBudget", "a factor above 0, such as 1", error=self.error)
 
     @property
     def needs(self) -> Needs:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Curve, Level, Point
 
 
@@ -84,10 +86,10 @@ def check_settings(
 ) -> None:
     """Raise ValueError for None or too few levels, one that is not theirs, or epochs below 1."""
     if None in levels:
-        raise ValueError(f"{owner}(levels={tuple(levels)!r}): give numbers, None has no curve.")
+        refuse(owner, "give numbers, None has no curve", levels=tuple(levels))
     if len(set(levels)) < 2:
-        raise ValueError(f"{owner}(levels={tuple(levels)!r}): give two or more to choose from.")
+        refuse(owner, "give two or more to choose from", levels=tuple(levels))
     if level not in levels:
         raise ValueError(f"{owner}({name}={level!r}): it must be one of levels={tuple(levels)!r}.")
     if interval < 1:
-        raise ValueError(f"{owner}(interval={interval!r}): whole epochs, 1 or more.")
+        refuse(owner, "whole epochs, 1 or more", interval=interval)

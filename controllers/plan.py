@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, Level, Observation, State
 
 
@@ -40,7 +42,7 @@ class Plan(Controller):
         pairs = tuple(dict(self.levels).items())
         object.__setattr__(self, "levels", pairs)  # which can be hashed
         if not pairs:
-            raise ValueError("Plan(levels={}): at least one is needed, as {'embedding.*': 0.001}.")
+            refuse("Plan", "at least one is needed, as {'embedding.*': 0.001}", levels={})
         for _, level in (*pairs, ("", self.default)):
             self._check_level(level)
 

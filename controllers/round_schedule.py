@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, KnobLike, Needs, Observation, State
 from .schedule import turn_of
 
@@ -45,15 +47,13 @@ class RoundSchedule(Controller):
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", tuple(self.every))
         if not self.every:
-            raise ValueError("RoundSchedule(every=()): at least one number of steps is needed.")
+            refuse("RoundSchedule", "at least one number of steps is needed", every=())
         for steps in self.every:
             if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-                raise ValueError(
-                    f"RoundSchedule(every={self.every!r}): {steps!r} is not a number of optimizer "
-                    f"steps; give integers of 1 or more."
-                )
+                why = f"{steps!r} is not a number of optimizer steps; give integers of 1 or more"
+                refuse("RoundSchedule", why, every=self.every)
         if self.by not in ("epoch", "progress"):
-            raise ValueError(f"RoundSchedule(by={self.by!r}): use 'epoch' or 'progress'.")
+            refuse("RoundSchedule", "use 'epoch' or 'progress'", by=self.by)
 
     @property
     def needs(self) -> Needs:

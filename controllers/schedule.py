@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Controller, Decision, Level, Observation, State
 
 _DGC = (0.25, 0.063, 0.015, 0.004, 0.001)
@@ -37,11 +39,11 @@ class Schedule(Controller):
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", tuple(self.levels))
         if not self.levels:
-            raise ValueError("Schedule(levels=()): at least one level is needed.")
+            refuse("Schedule", "at least one level is needed", levels=())
         for level in self.levels:
             self._check_level(level)
         if self.by not in ("epoch", "progress"):
-            raise ValueError(f"Schedule(by={self.by!r}): use 'epoch' or 'progress'.")
+            refuse("Schedule", "use 'epoch' or 'progress'", by=self.by)
 
     @classmethod
     def dgc_warmup(cls, final: float = 0.001, epochs: int = 5) -> Schedule:
@@ -56,10 +58,8 @@ class Schedule(Controller):
             Lin et al., "Deep Gradient Compression", ICLR 2018.
         """
         if not 0 < final <= 1 or epochs < 1:
-            raise ValueError(
-                f"Schedule.dgc_warmup(final={final!r}, epochs={epochs!r}): the density must be in "
-                f"(0, 1], and at least one epoch is needed."
-            )
+            why = "the density must be in (0, 1], and at least one epoch is needed"
+            refuse("Schedule.dgc_warmup", why, final=final, epochs=epochs)
         if (final, epochs) == (_DGC[-1], len(_DGC)):
             return cls(_DGC)
         return cls(tuple(final ** ((i + 1) / epochs) for i in range(epochs)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_gc.core.combinations import judge
+
 from .base import Controller, KnobLike, Needs, Observation
 
 
@@ -13,11 +15,8 @@ class ThresholdController(Controller):
         return Needs(errors=True)
 
     def check(self, knob: KnobLike | None) -> None:
-        if knob is None or knob.field != "threshold":
-            what = "no level" if knob is None else f"a {knob.field}"
-            raise ValueError(
-                f"{self!r} chooses a threshold, but this compressor has {what}; use HardThreshold."
-            )
+        what = "no level" if knob is None else f"a {knob.field}"
+        judge("Controllers of a threshold", controller=self, knob=knob, what=what)
 
     def _check_density(self, name: str, value: float) -> None:
         if not 0 < value <= 1:

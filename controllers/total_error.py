@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import InitVar, dataclass
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Decision, Observation, State
 from .threshold_controller import ThresholdController, nothing_sent
 
@@ -61,11 +63,12 @@ class TotalError(ThresholdController):
                 f"class; use TotalErrorBudget(budget={budget!r}, initial={initial!r})."
             )
         if estimate_epochs:
-            raise ValueError(
-                f"TotalError(estimate_epochs={estimate_epochs!r}): the estimated threshold is "
-                f"gone, since it had 2 to 5 times the total error of a constant one; use "
-                f"TotalErrorBudget({self.k_min!r}), which sends that share of all elements."
+            why = (
+                "the estimated threshold is gone, since it had 2 to 5 times the total error of a "
+                f"constant one; use TotalErrorBudget({self.k_min!r}), which sends that share of "
+                "all elements"
             )
+            refuse("TotalError", why, estimate_epochs=estimate_epochs)
         self._check_density("k_min", self.k_min)
 
     def init(self) -> State:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_gc.core.refusal import refuse
+
 from .base import Decision, Needs, Observation, State
 from .threshold_budget import MARGIN, NOTHING, Stretch, next_threshold
 from .threshold_controller import ThresholdController, sent_whole
@@ -56,9 +58,7 @@ class TotalErrorBudget(ThresholdController):
     def __post_init__(self) -> None:
         self._check_density("budget", self.budget)
         if self.initial is not None and not 0 < self.initial < 1e30:
-            raise ValueError(
-                f"TotalErrorBudget(initial={self.initial!r}): a threshold is a number above 0."
-            )
+            refuse("TotalErrorBudget", "a threshold is a number above 0", initial=self.initial)
 
     @property
     def needs(self) -> Needs:

@@ -8,8 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .base import Candidate, Controller, Curve, Decision, Observation, Point, State, Weighed
-from .exchange_record import ExchangeRecord
+from .base import (
+    Candidate,
+    Controller,
+    Curve,
+    Decision,
+    ExchangeRecord,
+    Observation,
+    Point,
+    State,
+    Weighed,
+)
 
 
 def append(path: str | Path, observation: Observation, state: State, decision: Decision) -> None:

@@ -18,6 +18,7 @@ if _TYPE_CHECKING:
     from lightning_gc.attachment.plain_torch import attach as attach
     from lightning_gc.attachment.plain_torch_local_steps import LocalSteps as LocalSteps
     from lightning_gc.compressors import *
+    from lightning_gc.elastic.roll import Roll as Roll
     from lightning_gc.lightning.fabric_for_pytorch_lightning import (
         CompressedFabricStrategy as CompressedFabricStrategy,
     )
@@ -47,7 +48,6 @@ if _TYPE_CHECKING:
     from lightning_gc.local_steps import InnerMoments as InnerMoments
     from lightning_gc.local_steps import OuterSGD as OuterSGD
     from lightning_gc.local_steps import Unequal as Unequal
-    from lightning_gc.local_steps.roll import Roll as Roll
     from lightning_gc.memories import *
     from lightning_gc.packing import Sender as Sender
     from lightning_gc.packing import pack as pack
@@ -67,7 +67,7 @@ _SINGLE = {
     "LocalSteps": "attachment.plain_torch_local_steps",
     "NetworkModel": "transports.network_model",
     "OuterSGD": "local_steps",
-    "Roll": "local_steps.roll",
+    "Roll": "elastic.roll",
     "Together": "together",
     "Unequal": "local_steps",
     "WeightDifferences": "sharded.unit_gathers",
@@ -83,7 +83,7 @@ _EITHER_LIGHTNING = {
     "CompressedFabricStrategy": "lightning.fabric.CompressedFabric",
     "CompressedHSDPStrategy": "lightning.hsdp.CompressedHSDP",
     "CompressionMonitor": "lightning.monitor.Monitor",
-    "LocalStepsStrategy": "lightning.local_steps_strategy.LocalSteps",
+    "LocalStepsStrategy": "lightning.local_steps_strategy.RealLocalSteps",
     "SimulatedDDPStrategy": "lightning.simulation.ddp.SimulatedDDP",
     "SimulatedLocalStepsStrategy": "lightning.simulation.simulated_local_steps.SimulatedLocalSteps",
 }

@@ -19,8 +19,17 @@ from lightning_gc.core.registry import did_you_mean
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 _TUNING = ("optuna", "jsonargparse", "rich", "matplotlib")
 _UNKEPT = "Stopped. No measurement is kept."
-LISTED = ("start", "compressors", "memories", "schemes", "controllers", "waits", "wire")
-"""What ``list`` shows: "start", then ``catalogue.FAMILIES``."""
+LISTED = (
+    "start",
+    "compressors",
+    "memories",
+    "schemes",
+    "controllers",
+    "waits",
+    "wire",
+    "combinations",
+)
+"""What ``list`` shows: "start", ``catalogue.FAMILIES``, and what does not go together."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,9 +173,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
     add = command(
         _list,
-        "compressors, memories, schemes, controllers, waits for accelerators, and wire formats",
+        "compressors, memories, schemes, controllers, waits, wire formats, and combinations",
         "List the registered classes, one line each, beginning with what to try first. "
-        "Bounds and bits per element are for the default instance and a 512 x 512 matrix.",
+        "Bounds and bits per element are for the default instance and a 512 x 512 matrix. "
+        "combinations: the settings that do not go together, and what to give instead.",
     ).add_argument
     families = f"{', '.join(LISTED)} (default: the first five)"
     add("families", nargs="*", metavar="FAMILY", help=families)
@@ -428,7 +438,7 @@ def _rendezvous(options: argparse.Namespace) -> int:
         if not secret:
             raise ValueError(f"{options.secret_file} is empty. Write a long random text into it.")
 
-    from lightning_gc.local_steps.rendezvous import serve
+    from lightning_gc.elastic.rendezvous import serve
 
     def began(port: int) -> None:
         sys.stdout.write(

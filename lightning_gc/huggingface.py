@@ -19,6 +19,7 @@ except ImportError as error:
 
 from lightning_gc.attachment.attached import Attached
 from lightning_gc.attachment.plain_torch import attach, refuse_unknown
+from lightning_gc.core.refusal import refuse
 from lightning_gc.transports.base import all_reduce_bytes
 
 
@@ -173,8 +174,8 @@ def read_state(path: Path) -> Any:
             else "no worker's errors are in the checkpoint, which was written without "
             "CompressedGradients"
         )
-        raise ValueError(
+        refuse(
             f"{path} is missing, so this worker's errors cannot be resumed: {cause}. Start from "
-            f"the checkpoint's weights without resume_from_checkpoint."
+            "the checkpoint's weights without resume_from_checkpoint"
         )
     return torch.load(path, weights_only=True, map_location="cpu")

@@ -18,8 +18,10 @@ from torch import Tensor
 from lightning_gc.compressors import COMPRESSORS, Collective, Compressor
 from lightning_gc.compressors.wrappers.per_parameter import forget_plans, layerwise
 from lightning_gc.core import Exchange, Flow, Gather, Mean, MeanShard, Request
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.flow import Limits, resume, undisturbed
 from lightning_gc.core.message import FORMAT, Message
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import make
 from lightning_gc.core.saved_state import TEXT, Record
 from lightning_gc.engine import Engine
@@ -60,15 +62,9 @@ class Sender:
         self, compressor: Compressor | str, memory: Memory | None = None, seed: int = 0
     ) -> None:
         if not _is_count(seed):
-            raise ValueError(f"Sender(seed={seed!r}): give a whole number from 0 to 2^62 - 1.")
+            refuse("Sender", "give a whole number from 0 to 2^62 - 1", seed=seed)
         engine = self._engine = _engine(compressor, memory, seed)
-        needs = "an estimate that all receivers need" if engine.memory.common else ""
-        if engine.memory.lookahead or engine.memory.reads_weights:
-            needs = "what a message has not: the weights of a training loop"
-        if needs:
-            raise ValueError(
-                f"{memory!r} works with {needs}. Give another memory, such as ErrorFeedback()."
-            )
+        judge("Sender", memory=engine.memory)
         default = combine(engine.compressor)[1]
         in_rounds = isinstance(engine.compressor.method, Collective)
         self._checks = in_rounds or engine.memory != default
@@ -135,9 +131,9 @@ class Sender:
         """Continue where another sender was; ValueError if the state is of no such sender."""
         _STATE.check(state)
         if not _is_count(state["step"]):
-            raise ValueError(f"The state has step {state['step']}, which no sender reaches.")
+            refuse(f"The state has step {state['step']}, which no sender reaches")
         if state["method"] != self._saved:
-            raise ValueError(f"The state is of {state['method']}, and this is {self._saved}.")
+            refuse(f"The state is of {state['method']}, and this is {self._saved}")
         self._engine.load_state_dict(state)
 
     @property
@@ -165,7 +161,7 @@ def pack(
     """
     sender = Sender(compressor)
     if state is not None and state.method != sender.method:
-        raise ValueError(f"The sender compresses by {state.method}, not by {sender.method}.")
+        refuse(f"The sender compresses by {state.method}, not by {sender.method}")
     return (state or sender).pack(tensors)
 
 
@@ -195,9 +191,9 @@ def unpack(
     step, seed = _counts(header, "step", "seed")
     engine = _engine(compressor, None, seed)
     if header.get("method") != _named(engine.compressor):
-        raise ValueError(
+        refuse(
             f"The message was made with {str(header.get('method'))[:200]}, and is read with "
-            f"{_named(engine.compressor)}. Give unpack the sender's compressor."
+            f"{_named(engine.compressor)}. Give unpack the sender's compressor"
         )
     engine.rounds.step = step
     numel = sum(map(math.prod, shapes.values()))
@@ -239,18 +235,16 @@ def _engine(compressor: Compressor | str, memory: Memory | None, seed: int) -> E
 
 def _check(tensors: Mapping[str, Tensor]) -> None:
     if not tensors:
-        raise ValueError("pack({}) has nothing to send. Give tensors by name.")
+        refuse("pack({}) has nothing to send. Give tensors by name")
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise ValueError(
-                f"pack takes tensors by name, and {name!r} is not a text. Use str(...)."
-            )
+            refuse(f"pack takes tensors by name, and {name!r} is not a text. Use str(...)")
         if tensor.layout is not torch.strided or tensor.is_meta:
-            raise ValueError(f"{name} is sparse or has no values, but pack takes dense tensors.")
+            refuse(f"{name} is sparse or has no values, but pack takes dense tensors")
         if tensor.dtype != torch.float32:
-            raise ValueError(f"{name} is {tensor.dtype}, but pack takes float32: tensor.float().")
+            refuse(f"{name} is {tensor.dtype}, but pack takes float32: tensor.float()")
         if not tensor.isfinite().all():
-            raise ValueError(f"{name} is not finite, so its error would be lost for good.")
+            refuse(f"{name} is not finite, so its error would be lost for good")
 
 
 def _own(request: Request) -> tuple[Tensor, ...]:
@@ -268,23 +262,23 @@ def _reply(request: Request, tensors: Sequence[Tensor]) -> list[Any]:
 def _opened(data: bytes) -> tuple[dict[str, Any], bytes]:
     """Return header and payloads of a whole message."""
     if len(data) < _FIXED.size or data[:3] != MAGIC[:3]:
-        raise ValueError(f"These {len(data)} bytes were not made by lightning_gc.pack.")
+        refuse(f"These {len(data)} bytes were not made by lightning_gc.pack")
     if data[:4] != MAGIC:
-        raise ValueError(f"The message has version {data[3]}, and this library reads {MAGIC[3]}.")
+        refuse(f"The message has version {data[3]}, and this library reads {MAGIC[3]}")
     _, checksum, length = _FIXED.unpack_from(data)
     if zlib.crc32(data[8:]) != checksum:
-        raise ValueError("The message's checksum is wrong: it was damaged on the way.")
+        refuse("The message's checksum is wrong: it was damaged on the way")
     try:
         header = json.loads(data[_FIXED.size : _FIXED.size + length])
     except (ValueError, RecursionError) as error:
         raise ValueError("The message's header cannot be read, so it is damaged.") from error
     if not isinstance(header, dict):
-        raise ValueError("The message's header is not what pack writes.")
+        refuse("The message's header is not what pack writes")
     if header.get("format") != FORMAT:
         found = str(header.get("format"))[:20]
-        raise ValueError(
+        refuse(
             f"The message has payloads of format {found}, and this version of the library reads "
-            f"{FORMAT}. Use the same version on both sides."
+            f"{FORMAT}. Use the same version on both sides"
         )
     return header, data[_FIXED.size + length :]
 
@@ -295,7 +289,7 @@ def _is_count(value: Any) -> bool:
 
 def _counts(header: dict[str, Any], *names: str) -> list[int]:
     if not all(_is_count(header.get(name)) for name in names):
-        raise ValueError(f"The message has no {' or '.join(names)}, so it is damaged.")
+        refuse(f"The message has no {' or '.join(names)}, so it is damaged")
     return [int(header[name]) for name in names]
 
 
@@ -311,14 +305,14 @@ def _shapes(given: Any, most_elements: int) -> dict[str, tuple[int, ...]]:
             case [str(name), list(sizes)] if all(map(_is_count, sizes)) and _can_be(sizes):
                 found[name] = tuple(sizes)
             case _:
-                raise ValueError("The message's shapes are not what pack writes.")
+                refuse("The message's shapes are not what pack writes")
     if not found or len(found) != len(given):
-        raise ValueError("The message names no tensors, or one twice.")
+        refuse("The message names no tensors, or one twice")
     numel = sum(map(math.prod, found.values()))
     if numel > most_elements:
-        raise ValueError(
+        refuse(
             f"The message names {numel:,} elements, more than most_elements={most_elements:,}. "
-            f"Raise it if you expect so many."
+            "Raise it if you expect so many"
         )
     return found
 
@@ -338,19 +332,19 @@ def _replay(flow: Flow, pieces: Iterator[list[int]], body: bytes) -> None:
     while request is not None:
         like, row = _own(request), next(pieces, None)
         if row is None or not _fits(row, like, _limits(request)):
-            raise ValueError(
+            refuse(
                 "The lengths in the message do not fit its tensors: it is damaged, or its sender "
-                "has another compressor."
+                "has another compressor"
             )
         layout = Message([t.dtype for t in like], _as(row, like))
         end = start + layout.nbytes
         if end > len(body):
-            raise ValueError("The message is shorter than its header says.")
+            refuse("The message is shorter than its header says")
         piece = bytearray(body[start:end])
         memory = torch.frombuffer(piece or bytearray(1), dtype=torch.uint8)[: len(piece)]
         request, start = resume(flow, _reply(request, layout.unpack(memory))), end
     if start != len(body) or next(pieces, None) is not None:
-        raise ValueError("The message is longer than its tensors need, so it is damaged.")
+        refuse("The message is longer than its tensors need, so it is damaged")
 
 
 def _limits(request: Request) -> Limits | None:

@@ -1,12 +1,16 @@
 """What holds for all tests: one thread each, the same random numbers in every run, Ctrl-C."""
 
+import gc
 import os
 import random
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.support.seconds import Clock, Report, TwoPools
 
 # Before torch: two processes run tests, some of which start two more. Threads beside those would
 # wait for cores in loops that take the cores.
@@ -20,6 +24,30 @@ pytest.register_assert_rewrite("lightning_gc.testing.contracts")
 # The same examples in every run, whatever the machine is busy with.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-seconds", action="store_true", help="write tests/seconds.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses")
+    config.pluginmanager.register(Clock() if runs_tests else Report(config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Thousands of tests are made and kept: looking through them for garbage finds none."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoPools | None:
+    return TwoPools(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)

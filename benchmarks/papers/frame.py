@@ -209,9 +209,15 @@ def verdict(lower: Sequence[float], higher: Sequence[float]) -> str:
         return "cannot be told"
     if not all(map(math.isfinite, apart)):
         return "agrees" if min(apart) > 0 else "disagrees" if max(apart) < 0 else "cannot be told"
+    low, high = interval(apart)
+    return "agrees" if low > 0 else "disagrees" if high < 0 else "cannot be told"
+
+
+def interval(apart: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of two or more differences (Student's t)."""
     mean, error = statistics.mean(apart), statistics.stdev(apart) / math.sqrt(len(apart))
     reach = float(stats.t.ppf(0.975, len(apart) - 1)) * error
-    return "agrees" if mean > reach else "disagrees" if mean < -reach else "cannot be told"
+    return mean - reach, mean + reach
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:

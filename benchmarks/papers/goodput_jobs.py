@@ -41,8 +41,8 @@ from lightning_gc import (
     Roll,
     SimulatedLocalStepsStrategy,
 )
-from lightning_gc.local_steps.rendezvous import Rendezvous
-from lightning_gc.local_steps.snapshot import digest_in_words
+from lightning_gc.elastic.rendezvous import Rendezvous
+from lightning_gc.elastic.snapshot import digest_in_words
 
 ARMS: dict[str, dict[str, Any]] = {
     "QSGD(4)": {"compressor": QSGD(4)},

@@ -1,7 +1,7 @@
 """Machines that die and join, in virtual time: the library's keeper and members, without sockets.
 
 Steps, exchanges and snapshots take the seconds of ``Terms``. Who is called to which round, and when
-it is repeated, is what ``lightning_gc.local_steps.roll`` decides with the same reports.
+it is repeated, is what ``lightning_gc.elastic.roll`` decides with the same reports.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_gc import Roll
+from lightning_gc.elastic.roll import BEAT, Called, Do, Entry, Keeper, Member, Report, Round
 from lightning_gc.local_steps import roll
-from lightning_gc.local_steps.roll import BEAT, Called, Do, Entry, Keeper, Member, Report, Round
 
 TICK = 0.05  # virtual seconds
 

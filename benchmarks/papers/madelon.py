@@ -231,9 +231,8 @@ Logistic regression, {WORKERS} simulated workers, {EPOCHS} epochs of 100 steps, 
 units of the update (`ErrorFeedback(lr_aware=True)`); so are thresholds and Σ‖e‖². Medians of
 {seeds} seeds; f − f* "in" an epoch is the median over its steps, "after" it that of its last one.
 Bits are Mbit per worker for the whole run: as the paper counts, in the library's messages, and to
-all {WORKERS - 1} others together. On the wire, a message of varying length is preceded by its
-lengths and padded to the longest of all workers', which weighs more than its content where less
-than one element is sent on average.
+all {WORKERS - 1} others together. On the wire, lengths precede a message of varying length, which
+weighs more than its content where less than one element is sent on average.
 
 Top-1 sends the least that Top-k can of 500 elements. The paper compares at equal volume, so the
 threshold is lowered, run by run and in hindsight, until it sends 98 to 100 % as many elements; the

@@ -36,6 +36,7 @@ from lightning_gc import (  # noqa: E402
 )
 from lightning_gc.compressors import Compressor  # noqa: E402
 from lightning_gc.controllers import Controller  # noqa: E402
+from lightning_gc.lightning.monitor.totals import ratio  # noqa: E402
 from lightning_gc.memories import Memory  # noqa: E402
 from lightning_gc.schemes import Scheme  # noqa: E402
 
@@ -278,6 +279,8 @@ def optimizer_of(cell: dict[str, Any], model: nn.Module) -> torch.optim.Optimize
 def figures(trainer: pl.Trainer, watch: Watch, found: Figures) -> Figures:
     """Return what all runs have: quality first."""
     steps, last = trainer.global_step, watch.logged[-1] if watch.logged else {}
+    strategy: Any = trainer.strategy
+    sent = statistics.fmean(account.sent_bytes for account in strategy.recordings)  # of workers
     tail = watch.losses[-max(1, len(watch.losses) // 20) :]
     train_loss = sum(tail) / len(tail)
 
@@ -293,8 +296,8 @@ def figures(trainer: pl.Trainer, watch: Watch, found: Figures) -> Figures:
         "total_error_update": watch.update_errors,
         "path": watch.path,  # Σ γ·‖g‖, which is how far plain SGD has walked
         "relative_error": math.sqrt(watch.errors / watch.inputs) if watch.inputs else 0.0,
-        "bytes": last.get("compression/total_wire_bytes", math.nan) / max(steps, 1),
-        "ratio": last.get("compression/total_ratio", math.nan),
+        "bytes": sent / max(steps, 1),
+        "ratio": ratio(last.get("compression/total_dense_bytes", math.nan), sent),
         "density": mean("density"),
         "bits": mean("bits_per_element"),
         "levels": [e["level"] if math.isfinite(e["level"]) else None for e in watch.logged],

@@ -157,18 +157,33 @@ def course(arm: str, top: Row) -> list[float]:
     return [float(value) for value in np.sqrt(smooth / slow)]
 
 
-def matched(run: Callable[[float], Row], factor: float, target: float) -> Row:
-    """Return the run whose density is the target's within 1 %, by secants in logarithms."""
+def matched(
+    run: Callable[[float], Row],
+    factor: float,
+    target: float,
+    figure: str = "density",
+    slope: float = -1.5,
+) -> Row:
+    """Return the run whose figure is the target's within 1 %, by secants in logarithms.
+
+    Args:
+        run: trains with a factor.
+        factor: to begin with.
+        target: what the figure is to be.
+        figure: of the row.
+        slope: of its logarithm over the factor's, until two runs tell.
+    """
     tried: list[tuple[float, float, Row]] = []
     for _ in range(7):
         row = run(factor)
-        off = math.log(max(row["density"], 1e-9) / target)
+        off = math.log(max(row[figure], 1e-9) / target)
         tried.append((math.log(factor), off, row))
         if abs(off) < 0.01:
             break
         (x, y, _), *others = sorted(tried, key=lambda point: abs(point[1]))
-        slope = (y - others[0][1]) / (x - others[0][0]) if others and x != others[0][0] else -1.5
-        factor = math.exp(x - y / min(max(slope, -4.0), -0.4))
+        seen = (y - others[0][1]) / (x - others[0][0]) if others and x != others[0][0] else slope
+        steep = min(max(seen / math.copysign(1.0, slope), 0.4), 4.0)
+        factor = math.exp(x - y / math.copysign(steep, slope))
     best = min(tried, key=lambda point: abs(point[1]))
     return {**best[2], "tries": len(tried), "factor": math.exp(best[0])}
 

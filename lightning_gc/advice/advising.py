@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gc.advice import report
-from lightning_gc.advice.alpha_beta import LinkByKind
+from lightning_gc.advice.description import link_of
 from lightning_gc.advice.prediction import (
     METHODS,
     SIXTEEN,
@@ -31,7 +31,6 @@ from lightning_gc.methods.lightning_flavour import quiet_libraries
 from lightning_gc.methods.method import Method
 from lightning_gc.methods.text_table import markdown, plain
 from lightning_gc.methods.yaml_config import methods_in, read
-from lightning_gc.transports.network_model import rate
 
 STOPPED = 130
 
@@ -121,7 +120,8 @@ def advise(
         budget_seconds: seconds for everything. Three tenths time the methods' computation; seven
             tenths if no method is measured. If that is too little, candidates are left out.
         workers: predict for this number of workers; no method is measured.
-        link: predict for links of this nominal rate, such as ``"1gbit"``; no method is measured.
+        link: predict for links of this nominal rate, such as ``"1gbit"``, or of these rates up and
+            down, ``"20mbit/200mbit"``; no method is measured.
         predict_only: measure no method, and give no verdict.
         timeout: of every collective, in seconds.
         find_unused_parameters: as for DDP.
@@ -134,7 +134,7 @@ def advise(
         ValueError: an invalid file, method or rate; a model that optimizes manually.
         BenchError: a worker has failed.
     """
-    target = Target(workers, None if link is None else rate(link, "--link "))
+    target = Target(workers, None if link is None else link_of(link))
     if workers is not None and workers < 2:
         raise ValueError(f"advise(workers={workers!r}): at least 2 exchange gradients.")
     if budget_seconds < 10:
@@ -253,7 +253,7 @@ def show(advice: Advice, config: Path, out: Path) -> None:
         "contention": advice.situation.contention,
         "overhead": advice.situation.overhead,
         "workers": advice.situation.workers,
-        "link": report.link_line(advice.situation.link),
+        "link": report.link_line(advice.situation.links),
     }
     report.write_json(figures, facts)
     parts = [f"# {config.stem}", verdict, markdown(columns, cells), *lines]
@@ -294,9 +294,7 @@ def verdict_line(advice: Advice) -> str:
 
 def limits(situation: Situation) -> str:
     """Describe what limits a step."""
-    dense = situation.step(situation.plain(None))
-    module, link = situation.module, situation.link
-    assert isinstance(link, LinkByKind)
+    dense, module = situation.step(None), situation.module
     return (
         f"A step of plain DDP takes {dense.seconds:.4f} s (predicted). Forward, backward and "
         f"optimizer take {module.step:.4f} s, the wait for the link {dense.waited:.4f} s, DDP "

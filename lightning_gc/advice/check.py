@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lightning_gc.advice.alpha_beta import Link, probe, sustained
+from lightning_gc.advice.link_probe import directions, probe, sustained
 from lightning_gc.advice.meeting import (
     FIRST,
     PORT,
@@ -47,6 +47,7 @@ from lightning_gc.transports.interfaces import (
     named_interface,
     way_to,
 )
+from lightning_gc.transports.link import APART, Link, Rate
 from lightning_gc.transports.peer_error import naming_peers
 
 
@@ -70,10 +71,12 @@ SAME = {
     **{name: FIXES[name] for name in ("torch", "kernels", "vector instructions")},
 }
 """Facts that must be equal on all machines -> the fix."""
+WAYS = ("sends", "receives")
 ROWS = (
     *("host name", "way to machine 0", "Gloo announces", "Python", "torch", "Lightning"),
     *("lightning_gc", "wire format", "vector instructions", "numba", "compiled kernels", SWITCH),
     "GPU",
+    *WAYS,
 )
 """Facts that the page shows."""
 ANNOUNCED, WAY, OWN_NAME = "Gloo announces", "way to machine 0", "own name"
@@ -143,7 +146,10 @@ def together(party: Party) -> bool:
         found = list(findings(told, reached))
         link = ""
         if not any(each.stops for each in found):
-            link = in_words(measured(store, party), reached)
+            gbps, ways = measured(store, party)
+            link = in_words(gbps, ways, reached)
+            for facts, rates in zip(told, ways, strict=False):
+                facts.update(zip(WAYS, map(_rate, rates), strict=True))
     door.close()
     if party.number == 0:
         print_line(page(found, told, link))
@@ -328,8 +334,11 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def measured(store: Store, party: Party) -> float:
-    """Return the link's 10⁹ bits per second, measured with Gloo as a training uses it."""
+def measured(store: Store, party: Party) -> tuple[float, list[Rate]]:
+    """Return the link's 10⁹ bits per second, and each machine's up and down.
+
+    Measured with Gloo as a training uses it.
+    """
     limit = timedelta(seconds=60)
     group = PrefixStore("gloo", store)
     me, machines = party.number, party.machines
@@ -339,21 +348,38 @@ def measured(store: Store, party: Party) -> float:
                 "gloo", timeout=limit, world_size=machines, rank=me, store=group
             )
         transport = Distributed(purpose="the check of the link")
-        (probes,) = probe(transport, torch.device("cpu"), ("Exchange",)).values()
+        device = torch.device("cpu")
+        (probes,) = probe(transport, device, ("Exchange",)).values()
+        gbps = sustained(probes)
+        ways = directions(transport, device, gbps)
     dist.destroy_process_group()
-    return sustained(probes)
+    return gbps, ways
 
 
-def in_words(gbps: float, reached: Sequence[Mapping[str, str]]) -> str:
-    """Describe the link, and how to learn whether compression pays on it."""
+def in_words(gbps: float, ways: Sequence[Rate], reached: Sequence[Mapping[str, str]]) -> str:
+    """Describe the link, and how to learn whether compression pays on it.
+
+    Args:
+        gbps: of requests in which all machines send and receive as much.
+        ways: up and down, of each machine.
+        reached: as for ``findings``.
+    """
     trips = [float(seconds) for each in reached for seconds in each.values()]
+    rates = [rate for both in ways for rate in both]
+    what = "for each machine and direction"
+    if max(rates) >= APART * min(rates):
+        what = "in the slowest direction, which every exchange waits for"
     mbit = float(f"{1000 * gbps:.3g}")
     return (
-        f"Link: {Link(mbit / 1000, 0)} of payload for each machine and direction; a round trip "
-        f"takes {1000 * max(trips):.3g} ms.\n"
+        f"Link: {Link(mbit / 1000, 0)} of payload {what}; a round trip takes "
+        f"{1000 * max(trips):.3g} ms.\n"
         f"Next: lightning-gc advise --params 124M --step-ms 45 --link {mbit:g}mbit --workers "
         f"{len(reached)}, with your model's figures."
     )
+
+
+def _rate(gbps: float) -> str:
+    return str(Link(float(f"{gbps:.3g}"), 0))
 
 
 def _count(number: int, noun: str) -> str:

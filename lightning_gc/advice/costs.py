@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gc.advice.alpha_beta import HasSeconds, request_seconds
 from lightning_gc.advice.traces import Asked, Shapes, Trace, pattern, trace
 from lightning_gc.compressors import Identity
 from lightning_gc.core.flow import is_gathered
 from lightning_gc.exchange.bucketing import Layout
-from lightning_gc.exchange.timeline import BucketWork, pieces_of
 from lightning_gc.methods.method import Method
 from lightning_gc.schemes import AllReduce
 from lightning_gc.transports.distributed import Distributed, gather_text
@@ -138,7 +136,12 @@ def slowest(traces: Sequence[Trace]) -> Trace:
     first = traces[0]
     seconds = tuple(max(each) for each in zip(*(t.seconds for t in traces), strict=True))
     asked = tuple(
-        max(each, key=lambda a: a.nbytes) for each in zip(*(t.asked for t in traces), strict=True)
+        dataclasses.replace(
+            each[0],
+            nbytes=max(asked.nbytes for asked in each),
+            received=max(asked.arriving for asked in each),
+        )
+        for each in zip(*(t.asked for t in traces), strict=True)
     )
     return Trace(first.workers, asked, seconds, max(t.sent for t in traces))
 
@@ -185,28 +188,5 @@ def _added(one: Asked, other: Asked) -> Asked:
         one.nbytes + other.nbytes,
         max(one.collectives, other.collectives),
         one.lengths + other.lengths,
+        one.arriving + other.arriving,
     )
-
-
-def work(
-    buckets: Layout,
-    pieces: Layout,
-    ready: Sequence[float],
-    traces: Sequence[Trace],
-    link: HasSeconds,
-) -> list[BucketWork]:
-    """Return the background thread's work for each bucket.
-
-    Args:
-        buckets: positions of the parameters in each bucket.
-        pieces: in each segment.
-        ready: seconds of each parameter.
-        traces: of each segment.
-        link: between the workers.
-    """
-    found = []
-    for bucket in buckets:
-        whole = bucket_trace([traces[i] for i in pieces_of(bucket, pieces)])
-        seconds = tuple(request_seconds(asked, whole.workers, link) for asked in whole.asked)
-        found.append(BucketWork(max(ready[i] for i in bucket), whole.seconds, seconds))
-    return found

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_gc.core.registry import did_you_mean
-from lightning_gc.transports.network_model import rate
+from lightning_gc.transports.link import Link
+from lightning_gc.transports.network_model import rates
 
 Shapes = dict[str, tuple[int, ...]]
 """Name -> shape of each parameter."""
@@ -98,8 +99,7 @@ class Description:
         shapes: of the parameters in the order of use, in float32.
         step: seconds of a step of one worker without any exchange.
         workers: W.
-        gbps: nominal rate of the links, in 10⁹ bits per second.
-        latency_us: of one message, in microseconds.
+        link: its nominal rates, and the latency of one message.
         gpu: take the costs of compression on a GPU.
         overlap: whether the exchange may overlap with the backward pass.
         chosen: methods to predict; empty: all with shipped costs.
@@ -108,8 +108,7 @@ class Description:
     shapes: Shapes
     step: float
     workers: int
-    gbps: float
-    latency_us: float = LATENCY_US
+    link: Link
     gpu: bool = False
     overlap: bool = True
     chosen: tuple[str, ...] = ()
@@ -157,11 +156,16 @@ def described(options: argparse.Namespace) -> Description:
         square(parameters(options.params)) if options.params else shapes_of(options.model),
         step=options.step_ms * 1e-3,
         workers=options.workers,
-        gbps=rate(options.link, "--link "),
-        latency_us=latency,
+        link=link_of(options.link, latency),
         gpu=options.gpu,
         chosen=chosen,
     )
+
+
+def link_of(text: str, latency_us: float = LATENCY_US) -> Link:
+    """Return the link that ``--link`` describes."""
+    up, down = rates(text, "--link ")
+    return Link(up, latency_us, down_gbps=None if up == down else down)
 
 
 def shapes_of(model: str) -> Shapes:

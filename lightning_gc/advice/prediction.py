@@ -4,19 +4,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_gc.advice.alpha_beta import HasSeconds, dense, exchange
-from lightning_gc.advice.costs import Costs, bucket_trace, work
+from lightning_gc.advice.costs import Costs, bucket_trace
 from lightning_gc.advice.description import METHODS as METHODS
 from lightning_gc.advice.description import SIXTEEN as SIXTEEN
-from lightning_gc.advice.traces import Asked, Trace, sent, volume
-from lightning_gc.exchange.bucketing import Layout, caps, layout
-from lightning_gc.exchange.timeline import (
-    BucketWork,
-    Module,
-    Timeline,
-    segments,
-    timeline,
-)
+from lightning_gc.advice.traces import Trace, dense
+from lightning_gc.exchange.bucketing import Layout, caps, layout, pieces_of, segments
+from lightning_gc.exchange.timeline import Module, Timeline, timeline
+from lightning_gc.transports.link import Links
 
 CAPS: tuple[float | None, ...] = (None, 5.0, 100.0)
 """Candidates for ``bucket_cap_mb``; None is DDP's default: 1 MiB, then 25 MiB."""
@@ -66,7 +60,7 @@ class Situation:
         costs: of each method, by segment.
         whole: name of the method in ``costs`` that sends everything uncompressed.
         workers: W.
-        link: between them.
+        links: between them.
         contention: as for ``timeline``.
         overhead: as for ``timeline``: of DDP's wrapper, which local steps do not use.
     """
@@ -79,29 +73,25 @@ class Situation:
     costs: Costs
     whole: str
     workers: int
-    link: HasSeconds
+    links: Links
     contention: float = 0.0
     overhead: float = 0.0
 
-    def plain(self, cap: float | None) -> list[BucketWork]:
-        """Return plain DDP's buckets, which need no computation."""
-        return [
-            BucketWork(
-                max(self.ready[i] for i in bucket),
-                (0.0, 0.0),
-                (dense(sum(self.nbytes[i] for i in bucket), self.workers, self.link),),
-            )
-            for bucket in layout(self.nbytes, caps(cap))
-        ]
+    def step(self, cap: float | None, traces: Sequence[Trace] | None = None) -> Timeline:
+        """Return the timeline of a step.
 
-    def compressed(self, traces: Sequence[Trace], cap: float | None) -> list[BucketWork]:
-        """Return the buckets of the method that these traces, one per segment, belong to."""
-        buckets = layout(self.nbytes, caps(cap))
-        return work(buckets, self.pieces, self.ready, traces, self.link)
-
-    def step(self, buckets: Sequence[BucketWork]) -> Timeline:
-        """Return the timeline of a step that exchanges these."""
-        return timeline(self.module, buckets, self.contention, self.overhead)
+        Args:
+            cap: ``bucket_cap_mb``.
+            traces: of the method, one per segment; None: plain DDP, which computes nothing.
+        """
+        works = []
+        for bucket in layout(self.nbytes, caps(cap)):
+            if traces is None:
+                whole = dense(sum(self.nbytes[i] for i in bucket), self.workers)
+            else:
+                whole = bucket_trace([traces[i] for i in pieces_of(bucket, self.pieces)])
+            works.append(whole.work(max(self.ready[i] for i in bucket), self.links))
+        return timeline(self.module, works, self.contention, self.overhead)
 
 
 def pieces_for(nbytes: Sequence[int]) -> Layout:
@@ -125,9 +115,9 @@ def predict(situation: Situation, knobs: Mapping[str, frozenset[str]]) -> list[P
 
 
 def _plain_rows(situation: Situation) -> Iterator[Prediction]:
-    nbytes = volume(Asked("Mean", sum(situation.nbytes)), situation.workers)[1]
+    nbytes = dense(sum(situation.nbytes), situation.workers).nbytes
     for cap in CAPS:
-        drawn = situation.step(situation.plain(cap))
+        drawn = situation.step(cap)
         name = f"plain DDP{_buckets(cap)}"
         yield Prediction(name, None, cap, (), 1, drawn.seconds, nbytes, drawn)
 
@@ -140,18 +130,18 @@ def _method_rows(situation: Situation, method: str, knob: frozenset[str]) -> Ite
         return [a if on else b for on, a, b in zip(plan, own, whole, strict=True)]
 
     for cap in CAPS:
-        drawn = situation.step(situation.compressed(own, cap))
-        name = f"{method}{_buckets(cap)}"
-        yield Prediction(name, method, cap, (), 1, drawn.seconds, sum(map(sent, own)), drawn)
+        drawn = situation.step(cap, own)
+        name, nbytes = f"{method}{_buckets(cap)}", sum(each.nbytes for each in own)
+        yield Prediction(name, method, cap, (), 1, drawn.seconds, nbytes, drawn)
         if not knob:
             continue
 
         def seconds(plan: Mask, cap: float | None = cap) -> float:
-            return situation.step(situation.compressed(chosen(plan), cap)).seconds
+            return situation.step(cap, chosen(plan)).seconds
 
         plan = greedy(sizes, seconds)
         traces = chosen(plan)
-        planned = situation.step(situation.compressed(traces, cap))
+        planned = situation.step(cap, traces)
         left = tuple(
             situation.names[i]
             for on, piece in zip(plan, situation.pieces, strict=True)
@@ -160,7 +150,7 @@ def _method_rows(situation: Situation, method: str, knob: frozenset[str]) -> Ite
         )
         if left and any(plan) and planned.seconds < drawn.seconds * (1 - WORTH):
             name += f", {len(left)} tensor{'s' * (len(left) > 1)} uncompressed"
-            nbytes = sum(map(sent, traces))
+            nbytes = sum(each.nbytes for each in traces)
             yield Prediction(name, method, cap, left, 1, planned.seconds, nbytes, planned)
 
 
@@ -168,10 +158,10 @@ def _local_rows(situation: Situation) -> Iterator[Prediction]:
     for method, traces in situation.costs.items():
         whole = bucket_trace(traces)
         for every in EVERY:
-            seconds = situation.module.step + exchange(whole, situation.link) / every
+            seconds = situation.module.step + whole.takes(situation.links) / every
             name = f"{method}, every {every} steps"
             shown = None if method == situation.whole else method
-            yield Prediction(name, shown, None, (), every, seconds, sent(whole) / every)
+            yield Prediction(name, shown, None, (), every, seconds, whole.nbytes / every)
 
 
 def shortlist(rows: Sequence[Prediction], count: int) -> list[Prediction]:

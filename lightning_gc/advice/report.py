@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lightning_gc.advice.alpha_beta import HasSeconds
 from lightning_gc.advice.prediction import Prediction, shortlist
 from lightning_gc.controllers import Plan
 from lightning_gc.core.registry import given_fields, path_of
@@ -18,6 +17,7 @@ from lightning_gc.methods import plot_style
 from lightning_gc.methods.catalogue import needs_no_tuning, to_tune
 from lightning_gc.methods.method import Method
 from lightning_gc.transports.accounting import human_bytes
+from lightning_gc.transports.link import Links
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ def table(
     return columns, cells
 
 
-def link_line(link: HasSeconds) -> str:
+def link_line(links: Links) -> str:
     """Return the fitted link in words."""
     parts = []
     for kind, word in (
@@ -73,9 +73,11 @@ def link_line(link: HasSeconds) -> str:
         ("Gather", "all-gather"),
         ("Exchange", "all-to-all"),
     ):
-        one = link.of(kind)
+        one = links[kind]
         knee = f", {one.knee_bytes / 1024:,.0f} KiB at once" if one.knee_bytes else ""
-        parts.append(f"{word} {one.gbps:.3g} Gbit/s, {one.latency_us:,.0f} µs a message{knee}")
+        down = "" if one.down_gbps is None else f" up, {one.down_gbps:.3g} Gbit/s down"
+        rate = f"{one.gbps:.3g} Gbit/s{down}"
+        parts.append(f"{word} {rate}, {one.latency_us:,.0f} µs a message{knee}")
     return "; ".join(parts)
 
 

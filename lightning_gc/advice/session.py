@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gc.advice.alpha_beta import LinkByKind, Probe, at_rate, fit_all, probe
 from lightning_gc.advice.costs import Costs, measure_costs
+from lightning_gc.advice.link_probe import directions, probe
 from lightning_gc.advice.prediction import (
     SIXTEEN,
     WHOLE,
@@ -33,10 +33,10 @@ from lightning_gc.exchange.timeline import Module
 from lightning_gc.exchange.workers import plain_name
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
+from lightning_gc.transports.accounting import Mark, mark, seconds_between
 from lightning_gc.transports.distributed import Distributed, gather_text
+from lightning_gc.transports.link import Link, Links, at_rate, fit_with_knee, with_directions
 from lightning_gc.transports.peer_error import PeerError, awaiting_peers
-
-Mark = float | torch.cuda.Event
 
 
 class ModuleTiming(pl.Callback):
@@ -72,35 +72,36 @@ class ModuleTiming(pl.Callback):
 
     def _noting(self, name: str) -> Callable[[Tensor], None]:
         def note(_: Tensor) -> None:
-            self._ready[name] = self._now()
+            self._ready[name] = mark(self._device)
 
         return note
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Mark the beginning of a batch."""
-        self._started = self._now()
+        self._started = mark(self._device)
 
     def on_before_backward(self, *_: Any) -> None:
         """Mark the end of the forward pass."""
         self._ready = {}
-        self._forward = self._now()
+        self._forward = mark(self._device)
 
     def on_after_backward(self, *_: Any) -> None:
         """Mark the end of the backward pass."""
-        self._backward = self._now()
+        self._backward = mark(self._device)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Mark the end of a batch; at the end of a step, record it."""
-        ended = self._now()
+        ended = mark(self._device)
         if isinstance(ended, torch.cuda.Event):
             torch.cuda.synchronize()
         if trainer.global_step == self._step:
-            self._before += _between(self._started, ended)
+            self._before += seconds_between(self._started, ended)
             return
-        ready = {name: _between(self._forward, mark) for name, mark in self._ready.items()}
-        forward = self._before + _between(self._started, self._forward)
-        parts = (_between(self._forward, self._backward), _between(self._backward, ended))
-        self._steps.append((forward, *parts, ready))
+        ready = {name: seconds_between(self._forward, at) for name, at in self._ready.items()}
+        forward = self._before + seconds_between(self._started, self._forward)
+        backward = seconds_between(self._forward, self._backward)
+        optimizer = seconds_between(self._backward, ended)
+        self._steps.append((forward, backward, optimizer, ready))
         self._step, self._before = trainer.global_step, 0.0
         if self.keep:
             self.gradients = {
@@ -142,21 +143,6 @@ class ModuleTiming(pl.Callback):
             name: (tuple(param.shape), param.numel() * param.element_size())
             for name, param in self._named.items()
         }
-
-    def _now(self) -> Mark:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _between(start: Mark, stop: Mark) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event):
-        return float(start.elapsed_time(stop)) / 1e3
-    assert isinstance(start, float)
-    assert isinstance(stop, float)
-    return stop - start
 
 
 class Busy(pl.Callback):
@@ -202,11 +188,12 @@ class Target:
 
     Attributes:
         workers: W; None is this run's W.
-        gbps: nominal rate of its links; None is the measured link.
+        link: nominal rates of its links, whose latency is the measured one; None: the measured
+            link.
     """
 
     workers: int | None = None
-    gbps: float | None = None
+    link: Link | None = None
 
 
 class Session:
@@ -238,18 +225,19 @@ class Session:
         self.transport = Distributed(purpose="a measurement for an advice")
         # Torch has no bf16 hook for Gloo.
         self.hook = BF16 if setup.backend == "nccl" else FP16
-        self.probes: dict[str, list[Probe]] = {}
         self.missing: dict[str, str] = {}
 
-    def find_link(self) -> LinkByKind:
+    def find_link(self) -> Links:
         """Probe the link between the workers."""
         try:
-            self.probes = probe(self.transport, self.device)
+            probes = probe(self.transport, self.device)
+            links = {kind: fit_with_knee(found) for kind, found in probes.items()}
+            ways = directions(self.transport, self.device, links["Exchange"].gbps)
         except PeerError as error:
             raise BenchError(self.setup.worker.rank, "the probe of the link", error) from error
-        return fit_all(self.probes)
+        return with_directions(links, *(min(each) for each in zip(*ways, strict=True)))
 
-    def situation(self, target: Target, link: LinkByKind) -> Situation:
+    def situation(self, target: Target, links: Links) -> Situation:
         """Time module, methods and DDP's wrapper; return the situation of the target."""
         workers = target.workers or self.setup.worker.world_size
         timing, module = self._module_turn()
@@ -290,12 +278,12 @@ class Session:
             costs,
             WHOLE,
             self.setup.worker.world_size,
-            link,
+            links,
             contention,
         )
         overhead = max(self._wrapped_turn() - module.step, 0.0)
-        asked = link if target.gbps is None else at_rate(link, target.gbps)
-        return replace(here, workers=workers, link=asked, overhead=overhead)
+        asked = links if target.link is None else at_rate(links, target.link)
+        return replace(here, workers=workers, links=asked, overhead=overhead)
 
     def knobs(self, costs: Costs) -> dict[str, frozenset[str]]:
         """Return for each method the parameters with a level that a controller can set."""

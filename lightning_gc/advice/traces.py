@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,12 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core import Exchange, Gather, Mean, Reply, Request
 from lightning_gc.engine import Engine
+from lightning_gc.exchange.timeline import BucketWork
 from lightning_gc.kernels import dispatch
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.transports.base import LENGTH_BYTES, laid_out
-from lightning_gc.transports.network_model import messages_sent
+from lightning_gc.transports.base import LENGTH_BYTES
+from lightning_gc.transports.link import Links, messages_sent
 from lightning_gc.transports.simulated import Simulated
 
 
@@ -36,16 +37,42 @@ class Asked:
     Attributes:
         kind: ``"Mean"``, ``"Gather"`` or ``"Exchange"``.
         nbytes: bytes of the message: for a mean, of the averaged tensors; for a gather, of one
-            worker's payload; for an exchange, of the payload for one other worker. The busiest
-            worker counts, because all wait for it.
+            worker's payload; for an exchange, of the payload for one other worker. The worker that
+            sends most counts, because all wait for it.
         collectives: all-reduces, one per dtype; 1 for other kinds.
         lengths: bytes that announce the lengths of a ragged payload to one other worker.
+        received: bytes that arrive from one other worker, where most arrive; None: ``nbytes``.
     """
 
     kind: str
     nbytes: float
     collectives: int = 1
     lengths: int = 0
+    received: float | None = None
+
+    @property
+    def arriving(self) -> float:
+        """Bytes that arrive from one other worker, where most arrive."""
+        return self.nbytes if self.received is None else self.received
+
+    def volume(self, workers: int) -> tuple[float, float, float]:
+        """Return the messages and bytes that a worker sends, and the bytes that it receives.
+
+        A ring all-reduce takes 2·(W − 1) messages of 1/W each, a ring all-gather W − 1 payloads, an
+        all-to-all W − 1 messages. A ragged all-gather sends its lengths in an all-gather before it;
+        an all-to-all sends them in front of each message.
+        """
+        others, messages = workers - 1, messages_sent(self.kind, workers)
+        if self.kind == "Mean":
+            ring = 2 * others * self.nbytes / workers
+            return messages * self.collectives, ring, ring
+        ahead = others if self.lengths and self.kind == "Gather" else 0
+        sent, arriving = (others * (each + self.lengths) for each in (self.nbytes, self.arriving))
+        return messages + ahead, sent, arriving
+
+    def takes(self, workers: int, links: Links) -> float:
+        """Return the seconds of the request among W workers."""
+        return links[self.kind].seconds(*self.volume(workers))
 
 
 @dataclass(frozen=True)
@@ -64,24 +91,24 @@ class Trace:
     seconds: tuple[float, ...]
     sent: float = 0.0
 
+    @property
+    def nbytes(self) -> float:
+        """Bytes that the busiest worker sends."""
+        return math.fsum(asked.volume(self.workers)[1] for asked in self.asked)
 
-def volume(asked: Asked, workers: int) -> tuple[float, float]:
-    """Return the messages and the bytes that one worker sends for a request.
+    def takes(self, links: Links) -> float:
+        """Return the seconds of the exchange: computation and requests, nothing overlapped."""
+        return self.work(0.0, links).seconds
 
-    A ring all-reduce takes 2·(W − 1) messages of 1/W each, a ring all-gather W − 1 payloads, an
-    all-to-all W − 1 messages. A ragged all-gather sends its lengths in an all-gather before it; an
-    all-to-all sends them in front of each message.
-    """
-    others, messages = workers - 1, messages_sent(asked.kind, workers)
-    if asked.kind == "Mean":
-        return messages * asked.collectives, 2 * others * asked.nbytes / workers
-    ahead = others if asked.lengths and asked.kind == "Gather" else 0
-    return messages + ahead, others * (asked.nbytes + asked.lengths)
+    def work(self, ready: float, links: Links) -> BucketWork:
+        """Return the exchange of a bucket that is ready so many seconds into the backward pass."""
+        took = tuple(each.takes(self.workers, links) for each in self.asked)
+        return BucketWork(ready, self.seconds, took)
 
 
-def sent(trace: Trace) -> float:
-    """Return the bytes that the busiest worker sends in a step."""
-    return math.fsum(volume(asked, trace.workers)[1] for asked in trace.asked)
+def dense(nbytes: float, workers: int) -> Trace:
+    """Return a ring all-reduce of so many bytes, which computes nothing."""
+    return Trace(workers, (Asked("Mean", nbytes),), (0.0, 0.0))
 
 
 class Listening(Simulated):
@@ -93,27 +120,19 @@ class Listening(Simulated):
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
         """Record one round, and answer it."""
-        self.asked.append(_describe(requests))
-        return super().fulfil(requests)
-
-
-def _describe(requests: Sequence[Request]) -> Asked:
-    first, workers = requests[0], len(requests)
-    if isinstance(first, Mean):
-        nbytes = sum(t.numel() * t.element_size() for t in first.tensors)
-        return Asked("Mean", nbytes, len({t.dtype for t in first.tensors}))
-    if isinstance(first, Exchange):
-        exchanges = [r for r in requests if isinstance(r, Exchange)]
-        sizes = np.array([[laid_out(p, r.limits).nbytes for p in r.payloads] for r in exchanges])
-        np.fill_diagonal(sizes, 0)  # what it keeps
-        busiest = max(sizes.sum(axis=0).max(), sizes.sum(axis=1).max())
-        lengths = LENGTH_BYTES * len(first.payloads[0]) if first.limits is not None else 0
-        return Asked("Exchange", float(busiest) / (workers - 1), lengths=lengths)
-    assert isinstance(first, Gather), "shards are asked for in FSDP only"
-    gathers = [r for r in requests if isinstance(r, Gather)]
-    longest = max(laid_out(r.tensors, r.limits).nbytes for r in gathers)
-    lengths = LENGTH_BYTES * len(first.tensors) if first.limits is not None else 0
-    return Asked("Gather", longest, lengths=lengths)
+        first, others = requests[0], max(self.workers - 1, 1)
+        if isinstance(first, Mean):
+            nbytes = sum(t.numel() * t.element_size() for t in first.tensors)
+            self.asked.append(Asked("Mean", nbytes, len({t.dtype for t in first.tensors})))
+            return super().fulfil(requests)
+        assert isinstance(first, Gather | Exchange), "shards are asked for in FSDP only"
+        payload = first.tensors if isinstance(first, Gather) else first.payloads[0]
+        known = first.limits is None or (isinstance(first, Gather) and first.lengths is not None)
+        lengths = 0 if known else LENGTH_BYTES * len(payload)
+        replies = super().fulfil(requests)
+        sent, received = (nbytes / others - lengths for nbytes in self.busiest)
+        self.asked.append(Asked(self.requested, sent, lengths=lengths, received=received))
+        return replies
 
 
 def engines(
@@ -213,14 +232,14 @@ class Pattern:
 
     Attributes:
         like: one of the traces, which agree in the kinds of requests and in lengths.
-        sizes: (a, b, c) of every request.
+        sizes: (a, b, c) of the sent and of the received bytes of every request.
         seconds: (a, b, c) of the computation before, between and after the requests.
         volume_error: relative error of the sent bytes at the largest W, predicted from the others.
         seconds_error: largest relative error, over W, of the total seconds.
     """
 
     like: Trace
-    sizes: tuple[tuple[float, ...], ...]
+    sizes: tuple[tuple[tuple[float, ...], ...], ...]
     seconds: tuple[tuple[float, ...], ...]
     volume_error: float = 0.0
     seconds_error: float = 0.0
@@ -229,8 +248,8 @@ class Pattern:
         """Return the trace for this number of workers."""
         terms = _terms(workers)
         asked = tuple(
-            Asked(old.kind, float(terms @ size), old.collectives, old.lengths)
-            for old, size in zip(self.like.asked, self.sizes, strict=True)
+            replace(old, nbytes=float(terms @ out), received=float(terms @ arriving))
+            for old, (out, arriving) in zip(self.like.asked, self.sizes, strict=True)
         )
         return Trace(workers, asked, tuple(float(terms @ each) for each in self.seconds))
 
@@ -245,14 +264,19 @@ def pattern(traces: Sequence[Trace]) -> Pattern:
     kinds = {tuple((a.kind, a.collectives, a.lengths) for a in each.asked) for each in traces}
     if len(kinds) > 1:
         raise ValueError(f"The requests depend on the number of workers: {kinds}.")
-    sizes = _fit(traces, [[a.nbytes for a in each.asked] for each in traces])
+    sizes = _sizes(traces)
     seconds = _fit(traces, [list(each.seconds) for each in traces])
     found = Pattern(largest, sizes, seconds)
     wrong = [sum(found.at(t.workers).seconds) / sum(t.seconds) - 1 for t in traces]
-    fewer = [[a.nbytes for a in each.asked] for each in traces[:-1]]
-    guessed = Pattern(largest, _fit(traces[:-1], fewer), seconds).at(largest.workers)
-    volume_error = sent(guessed) / sent(largest) - 1
+    guessed = Pattern(largest, _sizes(traces[:-1]), seconds).at(largest.workers)
+    volume_error = guessed.nbytes / largest.nbytes - 1
     return Pattern(largest, sizes, seconds, volume_error, max(wrong, key=abs))
+
+
+def _sizes(traces: Sequence[Trace]) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    sent = _fit(traces, [[asked.nbytes for asked in each.asked] for each in traces])
+    received = _fit(traces, [[asked.arriving for asked in each.asked] for each in traces])
+    return tuple(zip(sent, received, strict=True))
 
 
 def _terms(workers: int) -> Any:

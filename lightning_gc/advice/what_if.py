@@ -6,7 +6,6 @@ bytes from ``shipped_costs.json``, which ``benchmarks/shipped_costs.py`` measure
 
 from __future__ import annotations
 
-import bisect
 import functools
 import json
 import math
@@ -17,8 +16,9 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
+import numpy as np
+
 from lightning_gc.advice import report
-from lightning_gc.advice.alpha_beta import Link, at_rate
 from lightning_gc.advice.costs import bucket_trace, simulated
 from lightning_gc.advice.description import Description, Shapes
 from lightning_gc.advice.prediction import (
@@ -37,6 +37,7 @@ from lightning_gc.exchange.timeline import Module
 from lightning_gc.methods.catalogue import start_text
 from lightning_gc.methods.method import Method, parse_method
 from lightning_gc.methods.text_table import plain
+from lightning_gc.transports.link import NOMINAL, alike
 
 FORWARD = 1 / 3
 """Share of the forward pass in a step. The backward pass computes two products for each of its."""
@@ -113,13 +114,11 @@ def _between(x: float, grid: Sequence[float], values: Sequence[float], beyond: b
         values: at the grid.
         beyond: keep the first value below the grid, as for seconds; otherwise it is proportional.
     """
-    if x <= grid[0]:
-        return values[0] if beyond else values[0] * x / grid[0]
-    if x >= grid[-1]:
+    if x > grid[-1]:
         return values[-1] * x / grid[-1]
-    high = bisect.bisect_left(grid, x)
-    share = (x - grid[high - 1]) / (grid[high] - grid[high - 1])
-    return values[high - 1] + share * (values[high] - values[high - 1])
+    if x < grid[0] and not beyond:
+        return values[0] * x / grid[0]
+    return float(np.interp(x, grid, values))
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ class WhatIf(Description):
             costs,
             WHOLE,
             self.workers,
-            at_rate(Link(self.gbps, self.latency_us), self.gbps),
+            alike(self.link.times(NOMINAL)),
             contention=1.0,
             overhead=self._on_gpu("plain DDP", self.parameters, "no synchronisation"),
         )
@@ -245,11 +244,11 @@ def changes(case: WhatIf, method: str | None) -> list[str]:
         case: as described.
         method: the method that its verdict suggests, or None.
     """
-    slow, fast = 10 * case.latency_us, 10 * case.gbps
+    slow, fast = 10 * case.link.latency_us, case.link.times(10)
     cases = {
-        f"{slow:g} µs a message": replace(case, latency_us=slow),
+        f"{slow:g} µs a message": replace(case, link=replace(case.link, latency_us=slow)),
         f"{2 * case.workers} workers": replace(case, workers=2 * case.workers),
-        str(Link(fast, 0)): replace(case, gbps=fast),
+        str(fast): replace(case, link=fast),
         "no overlap with the backward pass": replace(case, overlap=False),
     }
     lines = []
@@ -288,7 +287,7 @@ def run(described: Description, name: str | None) -> None:
         plain(columns, cells, shutil.get_terminal_size((120, 24)).columns),
         report.LOCAL_NOTE,
         f"Model: {model}, {case.parameters:,} parameters in float32.",
-        f"Network: {case.workers} workers, {Link(case.gbps, 0)}, {case.latency_us:g} µs a message.",
+        f"Network: {case.workers} workers, {case.link}, {case.link.latency_us:g} µs a message.",
         f"Costs of compression: {known['machine']}.",
         "Assumed: a third of the step is the forward pass, and gradients become ready evenly.",
         "Also assumed: compression delays the backward pass by its own seconds.",

@@ -27,6 +27,7 @@ from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.compressors.wrappers.size_switch import leaves_out_all
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.copies import Single
 from lightning_gc.core.notices import say
 from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
@@ -193,16 +194,7 @@ class Setup:
         """
         compressor, memory = configuration.compressor, configuration.memory
         groups = [group for each in optimizers for group in each.param_groups]
-        if memory.lookahead:
-            raise ValueError(
-                f"{memory} moves the weights around each forward pass, which a communication "
-                f"hook cannot; use CompressedDDPStrategy, or memory=ErrorFeedback()."
-            )
-        if memory.lr_aware and not groups:
-            raise ValueError(
-                f"{memory} rescales errors by the learning rates, which attach does not know; "
-                f"give attach(..., optimizers=optimizer)."
-            )
+        judge("Training loop", memory=memory, way="attach", optimizers=groups)
         check_optimizers(compressor, memory, optimizers)
         controller = check_controller(controller, compressor, memory, owner, rounds=False)
         return cls(

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Never, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
 from torch import nn
 
 from lightning_gc.attachment.attached import Attached, InBackground, Setup, peers_of
 from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
+from lightning_gc.elastic.elastic_exchange import ElasticExchange, ElasticState
 from lightning_gc.exchange import Workers
 from lightning_gc.exchange.peers import Peers, ShardParts, on_all_ranks, take_over
 from lightning_gc.exchange.synchronizer import Synchronizer, leave
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.exchange.workers import Configuration
-from lightning_gc.local_steps.elastic import ElasticExchange, ElasticState
 from lightning_gc.local_steps.local_rounds import Exchanger, LocalRounds, finished, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_shards
 from lightning_gc.local_steps.round_plan import Elastic, RoundPlan
 from lightning_gc.sharded.fsdp_units import units_of
 from lightning_gc.sharded.shard_exchange import synchronizer_of_shards, take_over_shards
-from lightning_gc.sharded.shard_validation import refuse_curves, refuse_model
+from lightning_gc.sharded.shard_validation import refuse_model
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
 from lightning_gc.transports.base import all_reduce_bytes
 from lightning_gc.transports.distributed import Distributed, own_group
@@ -106,12 +107,7 @@ class Ranks:
     kind: ClassVar[type[Workers]] = Workers
 
     def refuse(self, plan: RoundPlan, given: Given) -> None:
-        if plan.unequal is not None and plan.unequal.grace is not None:
-            raise ValueError(
-                f"{plan.owner}(unequal=Unequal(grace={plan.unequal.grace!r})): an exchange between "
-                f"processes waits for all of them. Use grace=None with pace='measured', or "
-                f"SimulatedLocalStepsStrategy to study late workers."
-            )
+        judge("Local steps between processes", plan.owner, plan=plan)
 
     def refuse_module(self, owner: str, module: nn.Module) -> None:
         refuse_shards(owner, module, islands=True)
@@ -168,19 +164,8 @@ class Shards:
     kind: ClassVar[type[Workers]] = ShardedWorkers
 
     def refuse(self, plan: RoundPlan, given: Given) -> None:
-        if plan.elastic is not None:
-            raise ValueError(
-                f"{plan.owner}(island={self.size}, elastic={plan.elastic!r}): a worker that joins "
-                f"would need the shards of each rank, and a snapshot has one rank's. Leave elastic "
-                f"out, or use LocalStepsStrategy(island={self.size}, elastic=...) with complete "
-                f"models."
-            )
-        if given.scaler is not None and given.scaler.is_enabled():
-            raise ValueError(
-                f"{plan.owner}(island={self.size}, scaler=...): a model in shards reduces "
-                f"gradients in float32 or bfloat16, which need no loss scaling; leave it out."
-            )
-        refuse_curves(plan.owner, given.controller)
+        judge("Local steps of a model in shards", plan.owner, plan=plan, scaler=given.scaler)
+        judge("Models in shards", plan.owner, controller=given.controller)
 
     def refuse_module(self, owner: str, module: nn.Module) -> None:
         """Refuse nothing before ranks meet, which compare their models then."""
@@ -226,7 +211,7 @@ class Rendezvous(Ranks):
     wanted: int | None = None
 
     def refuse(self, plan: RoundPlan, given: Given) -> None:
-        refuse_members(plan, self.elastic, given)
+        judge("Elastic local steps", plan.owner, plan=plan, elastic=self.elastic, **vars(given))
 
     def meet(self, setup: Setup, agreed: Mapping[str, str]) -> Meeting:
         parts = (self.elastic, setup.workers, setup.device, agreed, self.wanted)
@@ -234,56 +219,6 @@ class Rendezvous(Ranks):
         setup.checkpoint_parts.common["elastic"] = ElasticState(exchange)
         begin = take_over if self.size > 1 else _as_it_is
         return Meeting(exchange, Peers(False, setup.device), begin, exchange.island)
-
-
-_MANY = 5_040
-"""A number of workers that consists of nodes of any usual size."""
-
-
-def refuse_members(plan: RoundPlan, elastic: Any, given: Given) -> None:
-    """Raise ValueError for settings that rounds of changing members cannot obey.
-
-    Args:
-        plan: of the rounds.
-        elastic: why their members change, for the sentence.
-        given: the other settings.
-    """
-
-    def refuse(name: str, value: Any, why: str) -> Never:
-        raise ValueError(f"{plan.owner}(elastic={elastic!r}, {name}={value}): {why}.")
-
-    if plan.delay or plan.fragments > 1:
-        refuse(
-            "delay",
-            f"{plan.delay}, fragments={plan.fragments}",
-            "an elastic round exchanges all weights and waits for the result; use delay=0 and "
-            "fragments=1",
-        )
-    if plan.moments is not None:
-        why = "a worker that joins begins without moments; leave moments out"
-        refuse("moments", repr(plan.moments), why)
-    if plan.unequal is not None:
-        why = "an elastic round that is repeated would scale distances twice; leave unequal out"
-        refuse("unequal", repr(plan.unequal), why)
-    if given.controller is not None:
-        refuse(
-            "controller",
-            repr(given.controller),
-            "elastic workers begin at unlike times, so no epoch is common to them; give the level "
-            "to the compressor",
-        )
-    if given.verify:
-        refuse(
-            "verify",
-            repr(given.verify),
-            "the members of every elastic round compare their results anyway; leave verify out",
-        )
-    if given.configuration.neighbours(_MANY) > 1:
-        refuse(
-            "scheme",
-            given.configuration.scheme,
-            "its nodes need a fixed number of workers; use AllGather() or TwoShot()",
-        )
 
 
 def _islands(setup: Setup, kind: str, size: int) -> tuple[list[range], list[range]]:

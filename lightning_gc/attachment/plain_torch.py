@@ -19,6 +19,7 @@ from lightning_gc.attachment.attached_shards import AttachedScatters, AttachedSh
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.automatic import IN_FSDP, permitted, refuse_auto
@@ -33,7 +34,6 @@ from lightning_gc.sharded.shard_validation import (
     check_tensor_parallel,
     check_verify,
     group_of_all,
-    refuse_curves,
     refuse_errors,
     refuse_settings,
     replicated_mesh,
@@ -162,12 +162,17 @@ def attach(
     if alone:
         refuse_auto("attach(...) of a model in shards", compressor, controller, IN_FSDP)
         check_legs("attach", compressor, weights, hops, workers_per_node)
-        _refuse_replica_arguments(scheme=scheme, timeout=timeout, bucket_cap_mb=bucket_cap_mb)
+        refuse_settings("attach(...) of a model in shards", "FSDP")
+        of_others = {"scheme": scheme, "timeout": timeout, "bucket_cap_mb": bucket_cap_mb}
+        for name, own in of_others.items():
+            place = "attach to a model in shards without replicas"
+            judge(place, "attach", name=name, value=own)
         check_verify("attach", verify)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         scheme = ReduceScatter(workers_per_node or (max(local // size, 1) if hops == 2 else 1))
     else:
-        _refuse_fsdp_arguments(fsdp)
+        for name, value in fsdp.items():
+            judge("attach to another module", "attach", name=name, value=value)
     compressor, memory, controller = permitted("attach", compressor, memory, controller)
     configuration = configure("attach", compressor, memory, scheme, seed, min_numel)
     if isinstance(optimizers, torch.optim.Optimizer):
@@ -178,11 +183,8 @@ def attach(
         controller = make_controller(controller, "attach")
     decides = controller is not None and not controller.needs.weighed  # such as Accordion
     for name, given in {"controller": controller, "weights_controller": weights_controller}.items():
-        if given is not None and not its and (decides or given is weights_controller):
-            raise ValueError(
-                f"attach(..., {name}={given}): a controller sees the learning rates; give "
-                f"optimizers=optimizer."
-            )
+        if given is not None and (decides or given is weights_controller):
+            judge("Decisions", "attach", name=name, given=given, optimizers=its)
     if isinstance(module, DistributedDataParallel):
         setup = Setup.of_loop(
             *("attach", configuration, controller, its, module),
@@ -191,13 +193,9 @@ def attach(
             verify=verify,
         )
         return AttachedDDP(module, setup).watch()
-    if scaler is not None and scaler.is_enabled():
-        raise ValueError(
-            "attach(..., scaler=...): a model in shards reduces gradients in float32 or bfloat16, "
-            "which need no loss scaling; leave it out."
-        )
+    judge("attach to a model in shards", "attach", scaler=scaler)
     check_bucket_cap("attach", bucket_cap_mb)
-    refuse_curves("attach", controller)
+    judge("Models in shards", "attach", controller=controller)
     check_tensor_parallel("attach", size, configuration.compressor)
     if alone:
         refuse_errors("attach", configuration.compressor, configuration.memory, memory is not None)
@@ -266,18 +264,6 @@ def _refuse_other_modules(module: object) -> None:
     )
 
 
-def _refuse_replica_arguments(**given: object) -> None:
-    """Raise ValueError for an argument of other modules with FSDP2 without replicas, or torch."""
-    refuse_settings("attach(...) of a model in shards", "FSDP")
-    for name, value in given.items():
-        if value not in (None, 25):
-            raise ValueError(
-                f"attach(..., {name}={value!r}): a model in shards without replicas has FSDP2's "
-                f"reduce-scatters, units and process group. Leave it out; give "
-                f"init_process_group(timeout=...), or hops=2 for nodes."
-            )
-
-
 def refuse_unknown(owner: str, given: Mapping[str, object]) -> None:
     """Raise ValueError for an argument that ``attach``, or one that calls it, does not take."""
     *named, _ = inspect.signature(attach).parameters
@@ -286,16 +272,6 @@ def refuse_unknown(owner: str, given: Mapping[str, object]) -> None:
         if name not in known:
             instead = ELSEWHERE.get(name) or did_you_mean(name, known)
             raise ValueError(f"{owner}({name}=...): unknown argument{instead}.")
-
-
-def _refuse_fsdp_arguments(given: FSDPArguments) -> None:
-    """Raise ValueError for an argument of FSDP's with another module."""
-    for name, value in given.items():
-        if value not in (None, 1):
-            raise ValueError(
-                f"attach(..., {name}={value!r}): it is for a module that fully_shard was called on "
-                f"without replicas; leave it out."
-            )
 
 
 _REPLICATE = "torch.distributed._composable.replicate"

@@ -28,15 +28,17 @@ from lightning_gc.checkpoint.worker_state import MODULE, CheckpointParts
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
-from lightning_gc.controllers import Budget, Controller
+from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import CheckedCalls, parted, takes_fields, unknown_argument
+from lightning_gc.elastic.elastic_exchange import ElasticExchange
+from lightning_gc.elastic.roll import Roll
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS, refuse_auto
 from lightning_gc.exchange.validation import check_controller, check_timeout, refuse_lazy
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import local_part, reshard
 from lightning_gc.local_steps import RoundPlan
-from lightning_gc.local_steps.elastic import ElasticExchange
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
@@ -54,7 +56,6 @@ from lightning_gc.local_steps.refusals import (
     refuse_synchronised_norms,
     warn_of_one_round,
 )
-from lightning_gc.local_steps.roll import Roll
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 
@@ -197,16 +198,11 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         plan = RoundPlan(owner=owner, **fields)
         refuse_auto(owner, compressor, controller, WITH_LOCAL_STEPS)
         _refuse_unknown(type(self), unknown)
-        if isinstance(plan.every, Budget):
-            raise ValueError(
-                f"{owner}(every={plan.every}): only the loop can say when a batch begins; give "
-                f"controller={plan.every}, and call begin_batch before each batch."
-            )
+        judge("LocalSteps", owner, plan=plan, timeout=timeout)
         configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
         parts = configuration.compressor, configuration.memory
         controller = check_controller(controller, *parts, owner)
         plan.check(*parts, controller)
-        _refuse_pace(plan, timeout)
         verification(verify, owner)
         place = place_of(plan) if plan.island == 1 else Shards(model, plan.island)
         place.refuse(plan, Given(configuration, controller, verify, scaler))
@@ -633,26 +629,6 @@ def _refuse_unknown(cls: type, given: Mapping[str, Any]) -> None:
     known = list(inspect.signature(cls).parameters)
     for name in given:
         raise ValueError(unknown_argument(cls, name, known))
-
-
-def _refuse_pace(plan: RoundPlan, timeout: timedelta | None) -> None:
-    """Raise ValueError for a second timeout, a loop that skips steps, or one that shows batches."""
-    owner, unequal = plan.owner, plan.unequal
-    if plan.elastic is not None and timeout is not None:
-        raise ValueError(
-            f"{owner}(elastic=..., timeout={timeout!r}): elastic workers wait as long as "
-            f"Elastic(timeout={plan.elastic.timeout:g}) says, in seconds; set it there."
-        )
-    if unequal is not None and unequal.pace != "equal":
-        raise ValueError(
-            f"{owner}(unequal=Unequal(pace={unequal.pace!r})): the loop makes every step, so none "
-            f"can be skipped; use pace='equal', or LocalStepsStrategy."
-        )
-    if unequal is not None and unequal.weigh == "tokens":
-        raise ValueError(
-            f"{owner}(unequal=Unequal(weigh='tokens')): the loop's batches are not seen; use "
-            f"weigh='equal', or LocalStepsStrategy."
-        )
 
 
 def _judged(

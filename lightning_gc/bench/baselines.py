@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from lightning_gc.core.refusal import refuse
 from lightning_gc.flavours import public_class
 from lightning_gc.lightning.ddp import CompressedDDP
 from lightning_gc.methods.lightning_flavour import pl
@@ -126,9 +127,9 @@ def select_methods(words: Sequence[str], known: Mapping[str, Method]) -> dict[st
     methods = {word: known.get(word) or parse_method(word) for word in words}
     for word, method in methods.items():
         if method.rounds is not None or method.rounds_space:
-            raise ValueError(
+            refuse(
                 f"{word} has local steps (rounds): most of its steps exchange nothing, so seconds "
-                f"per step do not compare. Leave it out here. lightning-gc tune compares it."
+                "per step do not compare. Leave it out here. lightning-gc tune compares it"
             )
         make_strategy(method)
     return methods

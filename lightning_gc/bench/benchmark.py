@@ -19,6 +19,7 @@ from lightning_gc.bench import preparation
 from lightning_gc.bench.baselines import BASELINES, DEFAULT, NONE, PLAIN, select_methods
 from lightning_gc.bench.method_run import Measurement, measure
 from lightning_gc.bench.preparation import BenchSetup
+from lightning_gc.core.refusal import refuse
 from lightning_gc.methods.lightning_flavour import pl, quiet_libraries
 from lightning_gc.methods.method import Method
 from lightning_gc.methods.text_table import markdown, plain
@@ -116,7 +117,7 @@ def bench(options: argparse.Namespace) -> None:
     for name, least in (("rounds", 1), ("steps", 2), ("timeout", 1)):
         if not getattr(options, name) >= least:  # NaN is not, either
             value = getattr(options, name)
-            raise ValueError(f"--{name} {value:g}: must be at least {least}.")
+            refuse(f"--{name} {value:g}: must be at least {least}")
     sections = read(options.config, needed=("model",))
     if worker.rank == 0:
         _refuse_other_files(options.out, options.config)
@@ -233,8 +234,8 @@ def _refuse_other_files(folder: Path, config: Path) -> None:
     for path, beginning in zip(_files(folder, config), beginnings, strict=True):
         ours = path.is_file() and path.read_bytes().startswith(beginning.encode())
         if path.exists() and not ours:
-            raise ValueError(
-                f"{path} is not of lightning-gc bench and would be overwritten. Give another --out."
+            refuse(
+                f"{path} is not of lightning-gc bench and would be overwritten. Give another --out"
             )
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_gc.bench.baselines import NONE, baseline_strategy, computed_bytes, make_strategy
 from lightning_gc.bench.preparation import BenchError, BenchSetup, SigtermCallback
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels import dispatch
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.method import Method
@@ -182,9 +183,7 @@ def train(
     )
     trainer.fit(module, data)
     if len(timer.seconds) < steps:
-        raise ValueError(
-            f"The training ended after {len(timer.seconds)} of {steps} steps. Give it more data."
-        )
+        refuse(f"The training ended after {len(timer.seconds)} of {steps} steps. Give it more data")
     # A Trainer and its model refer to each other; the next method needs the memory.
     trainer.strategy.optimizers = []
     gc.collect()

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.methods.lightning_flavour import pl
 from lightning_gc.methods.text_table import print_line as print_line
@@ -62,9 +63,9 @@ class WorkerRank:
         if workers < 2:
             raise ValueError(f"One worker sends nothing. Start several:\n  {how}")
         if workers % local:
-            raise ValueError(
+            refuse(
                 f"{workers} workers with {local} on this machine: give all machines the same "
-                f"--nproc-per-node."
+                "--nproc-per-node"
             )
         return cls(int(os.environ["RANK"]), workers, int(os.environ["LOCAL_RANK"]), local)
 
@@ -86,11 +87,11 @@ class WorkerRank:
         if accelerator == "cpu" or (accelerator == "auto" and gpus < self.local_world_size):
             return torch.device("cpu")
         if accelerator not in ("auto", "gpu", "cuda"):
-            raise ValueError(f"trainer.accelerator={accelerator!r}: use cpu, gpu or auto.")
+            refuse(f"trainer.accelerator={accelerator!r}: use cpu, gpu or auto")
         if gpus < self.local_world_size:
-            raise ValueError(
+            refuse(
                 f"{self.local_world_size} workers on this machine, but {gpus} GPUs: start one "
-                f"worker per GPU, or set trainer.accelerator to cpu."
+                "worker per GPU, or set trainer.accelerator to cpu"
             )
         return torch.device("cuda", self.local_rank)
 

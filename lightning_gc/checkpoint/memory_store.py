@@ -30,6 +30,7 @@ from lightning_gc.core import (
     Pair,
     Record,
 )
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.saved_state import LEVEL, Tree, checksum, each_tensor, with_checksum
 from lightning_gc.engine.engine import ENGINE_STATE
 from lightning_gc.engine.levels import RequestedLevels
@@ -145,10 +146,10 @@ def _refuse_one_for_all(owners: Mapping[int, str]) -> None:
     found = set(owners.values())
     if len(owners) > 1 and len(found) == 1 and "" not in found:
         worker = found.pop().partition(" ")[0]
-        raise ValueError(
+        refuse(
             f"All {len(owners)} ranks were given the state of worker {worker}. If all saved under "
-            f"one name, the others' errors are lost, or mixed with these. Save each worker's "
-            f"state under its own name, such as f'compression{{dist.get_rank()}}', {_ZERO}."
+            "one name, the others' errors are lost, or mixed with these. Save each worker's state "
+            f"under its own name, such as f'compression{{dist.get_rank()}}', {_ZERO}"
         )
 
 
@@ -173,11 +174,11 @@ def checked(given: Any, parts: CheckpointParts) -> tuple[str, WorkerState]:
     if "mode" not in own:
         for what, now in {"worker": worker, "workers": number}.items():
             if own[what] != now:
-                raise ValueError(
+                refuse(
                     f"has a state with {what}={own[what]!r}, but here it is {now!r}. Give every "
-                    f"worker the state that it has saved. If the number of workers has changed, "
-                    f"give all workers the list of all saved states, or a state from "
-                    f"state_dict(mode='mean'), {_ZERO}."
+                    "worker the state that it has saved. If the number of workers has changed, "
+                    "give all workers the list of all saved states, or a state from "
+                    f"state_dict(mode='mean'), {_ZERO}"
                 )
     return _saved_with(own, parts), of_worker(own, parts)
 
@@ -275,16 +276,14 @@ def _refuse_other_lists(states: Sequence[Tree], parts: CheckpointParts) -> str:
     found = [state["worker"] for state in states]
     number = int(states[0]["workers"]) if states else 0
     if not states or found != list(range(number)) or any("mode" in state for state in states):
-        raise ValueError(
+        refuse(
             f"has a list with the states of workers {found}, saved by {number} workers; give one "
-            f"state_dict() of each, in the order of the workers."
+            "state_dict() of each, in the order of the workers"
         )
     said = sorted({_saved_with(state, parts) for state in states})
     if len(said) > 1:
         saves = " and ".join(each.partition(_SHARED)[0] for each in said)
-        raise ValueError(
-            f"has a list with states of {saves}; give states that were saved together."
-        )
+        refuse(f"has a list with states of {saves}; give states that were saved together")
     return said[0]
 
 
@@ -298,7 +297,7 @@ def _refuse_other_saves(saves: Mapping[int, str]) -> None:
         different = f"of {own}, but worker 0 of {first}"
         if own == first:
             different = "with other levels, buckets or decisions than worker 0"
-        raise ValueError(
+        refuse(
             f"Worker {worker} has a state {different}; give all workers states that were saved "
-            f"together."
+            "together"
         )

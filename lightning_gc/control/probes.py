@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_gc.compressors import Compressor
 from lightning_gc.control.weighing import prepare, weigh
 from lightning_gc.controllers import Controller, Curve, ExchangeRecord, Point, Weighed
-from lightning_gc.controllers.exchange_record import fit_link
 from lightning_gc.core import Bucket, Record, Tally
 from lightning_gc.core.notices import waiting
 from lightning_gc.core.saved_state import FINITE
@@ -36,6 +35,7 @@ from lightning_gc.transports.accounting import (
     mark,
     seconds_between,
 )
+from lightning_gc.transports.link import fit
 from lightning_gc.transports.simulated import Simulated
 
 
@@ -470,13 +470,9 @@ class Probes:
         if not self._needs.link:
             return {}
         exchanges = self._requests(peers)
-        latency, bandwidth, r2 = fit_link(exchanges)
-        return {
-            "exchanges": exchanges,
-            "latency_us": latency,
-            "bandwidth_gbps": bandwidth,
-            "link_r2": r2,
-        }
+        link, r2 = fit(exchanges)
+        found = {"latency_us": link.latency_us, "bandwidth_gbps": link.gbps, "link_r2": r2}
+        return {"exchanges": exchanges, **found}
 
     def weighed(self, peers: Peers) -> dict[str, Any]:
         """Return what a step takes with each choice of the menu: several exchanges."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gc.core.flow import Payload
 
-FORMAT = 3
+FORMAT = 4
 """Number of the layout of messages. Every change of what workers send raises it."""
 
 ALIGNMENT = 16
@@ -181,7 +181,6 @@ def reserve(
     device: torch.device,
     *,
     sealed: tuple[int, ...] | None = None,
-    nbytes: int = 0,
 ) -> Packed:
     """Return a complete payload with contents that are not written yet.
 
@@ -189,15 +188,13 @@ def reserve(
         fields: dtype and length of each tensor.
         device: of the message.
         sealed: the announced lengths, as for ``Message``.
-        nbytes: least length of the message in bytes.
 
     Example:
         >>> codes, norms = reserve([(torch.uint8, 3), (torch.float32, 2)], torch.device("cpu"))
         >>> codes.shape, norms.shape
         (torch.Size([3]), torch.Size([2]))
     """
-    nbytes = max(nbytes, _layout(tuple(fields), sealed).nbytes)
-    message = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    message = torch.empty(_layout(tuple(fields), sealed).nbytes, dtype=torch.uint8, device=device)
     return packed(message, fields, sealed)
 
 

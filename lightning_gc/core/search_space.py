@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_gc.core.refusal import refuse
+
 
 @dataclass(frozen=True)
 class Range:
@@ -40,7 +42,7 @@ class Range:
                 f"with low <= high."
             )
         if self.scale not in ("log", "linear"):
-            raise ValueError(f"{self.field}: scale {self.scale!r}; use 'log' or 'linear'.")
+            refuse(self.field, f"scale {self.scale!r}; use 'log' or 'linear'")
         if self.scale == "log" and self.low <= 0:
             raise ValueError(f"{self.field} from {self.low}: a logarithmic range starts above 0.")
         if self.integer and (self.low != int(self.low) or self.high != int(self.high)):
@@ -70,12 +72,12 @@ class Choice:
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
         if not self.values:
-            raise ValueError(f"{self.field}: the choice has no values; give at least one.")
+            refuse(self.field, "the choice has no values; give at least one")
         for value in self.values:
             if not isinstance(value, str | int | float | None):
-                raise ValueError(
-                    f"{self.field}: {value!r} is not a choice; use numbers, strings, booleans or "
-                    f"null."
+                refuse(
+                    self.field,
+                    f"{value!r} is not a choice; use numbers, strings, booleans or null",
                 )
 
 

@@ -6,10 +6,18 @@ from collections.abc import Sequence
 
 from lightning_gc.compressors import Collective, Compressor
 from lightning_gc.compressors.base import Waits
-from lightning_gc.compressors.wrappers.menu import compressors_of
+from lightning_gc.compressors.wrappers.menu import Menu, chosen_of, compressors_of
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.registry import make
 from lightning_gc.memories import MEMORIES, Memory
-from lightning_gc.schemes import AllGather, AllGatherOrTwoShot, AllReduce, Scheme, TwoShot
+from lightning_gc.schemes import (
+    SCHEMES,
+    AllGather,
+    AllGatherOrTwoShot,
+    AllReduce,
+    Scheme,
+    TwoShot,
+)
 
 
 def combine(
@@ -21,7 +29,7 @@ def combine(
     ``NoMemory()`` for unbiased ones. Scheme: ``AllReduce()`` for linear compressors, ``TwoShot()``
     for votes, ``AllGatherOrTwoShot()`` for other quantisers and ``Lossless()``, ``AllGather()`` for
     the rest, none for a ``Collective``. A ``Menu`` has the memory that its biased compressors name,
-    and no scheme, since each compressor has its own.
+    and no scheme, since each choice has its own.
 
     Raises:
         ValueError: the scheme's ``check`` refuses the compressor, or the memory's refuses either;
@@ -29,10 +37,11 @@ def combine(
     """
     entries = compressors_of(compressor)
     memory = memory or make("memory", _default_memory(compressor, entries), MEMORIES, Memory)
-    for entry in entries:
-        if scheme is not None:
-            scheme.check(entry)
-        memory.check(entry, scheme or default_scheme(entry))
+    for choice in choices_of(compressor):
+        own, entry = scheme or default_scheme(choice), chosen_of(choice)
+        if own is not None:
+            own.check(entry)
+        memory.check(entry, own)
     return compressor, memory, scheme or (default_scheme(compressor) if len(entries) == 1 else None)
 
 
@@ -43,17 +52,26 @@ def _default_memory(compressor: Compressor, entries: Sequence[Compressor]) -> st
         for entry, name in named.items()
     }
     several = sorted({*found.values()} - {"none"}) or ["none"]
-    if len(several) > 1:
-        theirs = ", ".join(f"{entry} has {name!r}" for entry, name in found.items())
-        raise ValueError(
-            f"{compressor}: its compressors have different default memories: {theirs}. Give the "
-            f"memory that all are to have, such as memory='error_feedback'."
-        )
+    theirs = ", ".join(f"{entry} has {name!r}" for entry, name in found.items())
+    judge("Menu", compressor=compressor, several=len(several) > 1, theirs=theirs)
     return several[0]
 
 
+def choices_of(compressor: Compressor) -> list[Compressor]:
+    """Return a menu at each of its choices; of another compressor, itself."""
+    if not isinstance(compressor, Menu):
+        return [compressor]
+    return [compressor.at(place) for place, _ in enumerate(compressor.names, 1)]
+
+
 def default_scheme(compressor: Compressor) -> Scheme | None:
-    """Return a compressor's default scheme, or None for a ``Collective``."""
+    """Return a compressor's scheme, where none is given beside it; None for a ``Collective``."""
+    if isinstance(compressor, Menu):
+        own = dict(compressor.schemes).get(compressor.names[compressor.level - 1])
+        if own is not None:
+            found: Scheme = make("scheme", own, SCHEMES, Scheme)
+            return found
+        compressor = compressor.chosen
     if isinstance(compressor.method, Collective):
         return None
     traits = compressor.traits

@@ -25,7 +25,7 @@ class Levels:
     Args:
         compressor: with its own level.
         scheme: as ``combine`` returns it. With None, a ``Collective`` needs none, and each
-            compressor of a menu has its default.
+            choice of a menu has its own.
         knob: a narrower range of levels than the compressor's; None: all of that range.
 
     Attributes:
@@ -112,7 +112,7 @@ class Levels:
     def scheme_of(self, compressor: Compressor) -> Scheme | None:
         """Return the scheme of the compressor at a level."""
         menu = isinstance(compressor, Menu) and self._scheme is None
-        return default_scheme(chosen_of(compressor)) if menu else self._scheme
+        return default_scheme(compressor) if menu else self._scheme
 
     def own_state(
         self, state: Mapping[str, dict[str, Any]], shapes: Mapping[str, tuple[int, ...]]

@@ -17,6 +17,7 @@ from lightning_gc.compressors import (
 )
 from lightning_gc.compressors.wrappers.menu import Menu
 from lightning_gc.controllers import Auto, Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.registry import closest
 from lightning_gc.exchange.validation import make_controller
 from lightning_gc.memories import ErrorFeedback, Memory, NoMemory
@@ -27,30 +28,26 @@ AUTO: dict[str, str | None] = {
     "auto_feedback": "feedback",
 }
 """Word as the compressor -> what the controller ``Auto`` permits; None: what its own field says."""
-IN_FSDP = (
-    "FSDP2 exchanges within its own passes, where nothing can be weighed; name a method, such as "
-    "'qsgd', or use HSDP, whose exchange between replicas can be chosen"
-)
-WITH_LOCAL_STEPS = (
-    "local steps save time by H, the steps from one exchange to the next; name a method, such as "
-    "'cast', and choose H"
-)
-"""Reasons of ``refuse_auto``."""
+IN_FSDP = "FSDP"
+WITH_LOCAL_STEPS = "local steps"
+"""Places of ``refuse_auto``."""
 _ROUNDING: dict[str, Compressor] = {
     "Cast()": Cast(),
     "QSGD(8)": QSGD(8),
     "QSGD(6)": QSGD(6),
     "QSGD(4)": QSGD(4),
 }
+_TWICE = "TopK(0.01), TwoShot"
 _FEEDBACK: dict[str, Compressor] = {
     **_ROUNDING,
     "PowerSGD(2)": PowerSGD(2),
+    _TWICE: TopK(0.01),
     "TopK(0.01)": TopK(0.01),
     "ChunkedTopK and BinMeans": Quantised(ChunkedTopK(), BinMeans(2)),
 }
 _MENUS: dict[str, tuple[Menu, Memory]] = {
     "rounding": (Menu(_ROUNDING), NoMemory()),
-    "feedback": (Menu(_FEEDBACK), ErrorFeedback()),
+    "feedback": (Menu(_FEEDBACK, schemes={_TWICE: "two_shot"}), ErrorFeedback()),
 }
 """Word -> menu and default memory. Without errors uncompressed steps are plain DDP's."""
 
@@ -97,11 +94,9 @@ def permitted(
         return compressor, memory, controller
     controller = controller or Auto()
     if not isinstance(controller, Auto):
-        raise ValueError(
-            f'{owner}(compressor="{compressor}", controller={controller!r}): the controller of '
-            f"\"auto\" is Auto, such as controller=Auto(allow='feedback'); leave it out, or give a "
-            f"compressor."
-        )
+        given = {"compressor": compressor, "controller": controller}
+        judge("Auto", owner, **given, where="another controller")
+    assert isinstance(controller, Auto)
     controller = _permitting(AUTO[compressor] or controller.allow, owner, compressor, controller)
     if isinstance(controller.allow, Menu):
         return controller.allow, memory, controller
@@ -111,23 +106,20 @@ def permitted(
 
 def _permitting(allow: Menu | str, owner: str, compressor: object, controller: Auto) -> Auto:
     """Return the controller with this ``allow``; refuse one that was given another."""
-    if controller.allow not in ("rounding", allow):
-        raise ValueError(
-            f"{owner}(compressor={compressor!r}, controller={controller!r}): the compressor says "
-            f'what is permitted; give compressor="auto", or leave allow out.'
-        )
+    given = {"compressor": compressor, "controller": controller, "allow": allow}
+    judge("Auto", owner, **given, where="allow")
     return replace(controller, allow=allow)
 
 
-def refuse_auto(owner: str, compressor: object, controller: object, why: str) -> None:
+def refuse_auto(owner: str, compressor: object, controller: object, where: str) -> None:
     """Raise ValueError for ``"auto"``, or ``Auto``, where nothing can be chosen.
 
     Args:
         owner: the class or function with these arguments.
         compressor: as given, a word of ``AUTO`` or another.
         controller: as given.
-        why: the reason, and what to take.
+        where: ``IN_FSDP`` or ``WITH_LOCAL_STEPS``.
     """
     word = isinstance(compressor, str) and compressor in AUTO
     if word or isinstance(controller, Auto) or controller == "auto":
-        raise ValueError(f'{owner}: "auto" cannot choose here, since {why}.')
+        judge("Auto", owner, where=where)

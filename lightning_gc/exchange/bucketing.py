@@ -3,7 +3,10 @@
 Pure arithmetic on sizes, so all workers of one model get the same buckets.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
+
+from lightning_gc.exchange.timeline import BucketWork, Module, timeline
 
 Layout = tuple[range, ...]
 """Positions of parameters in each bucket, in the order of readiness."""
@@ -37,6 +40,29 @@ def layout(nbytes: Sequence[int], limits: Sequence[int]) -> Layout:
     if start < len(nbytes):
         buckets.append(range(start, len(nbytes)))
     return tuple(buckets)
+
+
+def segments(nbytes: Sequence[int], layouts: Iterable[Layout], alone: float) -> Layout:
+    """Return consecutive segments such that every bucket of every layout consists of some of them.
+
+    Args:
+        nbytes: as for ``layout``.
+        layouts: one for each cap.
+        alone: a gradient of at least this number of bytes is a segment by itself.
+    """
+    cuts = {0, len(nbytes)}
+    for bucket in itertools.chain.from_iterable(layouts):
+        cuts |= {bucket.start, bucket.stop}
+    for position, size in enumerate(nbytes):
+        if size >= alone:
+            cuts |= {position, position + 1}
+    return tuple(range(a, b) for a, b in itertools.pairwise(sorted(cuts)))
+
+
+def pieces_of(bucket: range, found: Layout) -> range:
+    """Return which segments make up a bucket."""
+    inside = [i for i, piece in enumerate(found) if bucket.start <= piece.start < bucket.stop]
+    return range(inside[0], inside[-1] + 1)
 
 
 LARGER_MB = (50, 100, 200)
@@ -102,11 +128,9 @@ def step_seconds(sizes: Sequence[int], host: float, pace: float) -> float:
         host: seconds of the host for one bucket.
         pace: seconds of the exchange on the network, relative to the backward pass.
     """
-    left = sum(sizes)
-    forward, ready, end = left / 2, 0, 0.0  # in bytes of the backward pass
-    for size in sizes:
-        ready += size
-        end = max(end, ready + pace * left)  # if the link never rests from here on
-        left -= size
-    # Each bucket's host work delays either the backward pass or the exchange that is behind it.
-    return BACKWARD * (forward + end) + len(sizes) * host
+    seconds = [BACKWARD * size for size in sizes]
+    ready, backward = itertools.accumulate(seconds), sum(seconds)
+    works = [
+        BucketWork(at, (host, 0.0), (pace * own,)) for at, own in zip(ready, seconds, strict=True)
+    ]
+    return timeline(Module(backward / 2, backward, 0.0), works, contention=1.0).seconds

@@ -5,33 +5,8 @@ ready. If that thread and the backward pass share cores, its computation slows t
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from lightning_gc.exchange.bucketing import Layout
-
-
-def segments(nbytes: Sequence[int], layouts: Iterable[Layout], alone: float) -> Layout:
-    """Return consecutive segments such that every bucket of every layout consists of some of them.
-
-    Args:
-        nbytes: as for ``bucketing.layout``.
-        layouts: one for each cap.
-        alone: a gradient of at least this number of bytes is a segment by itself.
-    """
-    cuts = {0, len(nbytes)}
-    for bucket in itertools.chain.from_iterable(layouts):
-        cuts |= {bucket.start, bucket.stop}
-    for position, size in enumerate(nbytes):
-        if size >= alone:
-            cuts |= {position, position + 1}
-    return tuple(range(a, b) for a, b in itertools.pairwise(sorted(cuts)))
-
-
-def pieces_of(bucket: range, found: Layout) -> range:
-    """Return which segments make up a bucket."""
-    inside = [i for i, piece in enumerate(found) if bucket.start <= piece.start < bucket.stop]
-    return range(inside[0], inside[-1] + 1)
 
 
 @dataclass(frozen=True)
@@ -53,14 +28,9 @@ class BucketWork:
         assert len(self.computing) == len(self.communicating) + 1
 
     @property
-    def computation(self) -> float:
-        """Seconds of computation."""
-        return sum(self.computing)
-
-    @property
-    def communication(self) -> float:
-        """Seconds of all requests."""
-        return sum(self.communicating)
+    def seconds(self) -> float:
+        """Seconds of computation and requests, one after the other."""
+        return sum(self.computing) + sum(self.communicating)
 
 
 @dataclass(frozen=True)

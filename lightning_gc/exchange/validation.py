@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from lightning_gc import controllers
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.registry import make, subclasses
 from lightning_gc.kernels.dispatch import SWITCH
 from lightning_gc.memories import Memory
@@ -61,15 +62,7 @@ def check_controller(
         return None
     controller = make_controller(given, whose)
     controller.check(compressor.knob)
-    if controller.needs.errors and not memory.buffers:
-        raise ValueError(
-            f"{controller} watches the error, but {memory} keeps none; use memory=ErrorFeedback()."
-        )
-    if controller.needs.rounds and not rounds:
-        raise ValueError(
-            f"{whose}(controller={controller}): it sets the steps of a round, and here gradients "
-            f"are exchanged at every step; use LocalStepsStrategy."
-        )
+    judge("Controller", whose, controller=controller, memory=memory, rounds=rounds)
     return controller
 
 

@@ -15,14 +15,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
-from lightning_gc.compressors.wrappers.menu import compressors_of
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.core import Flow
 from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.core.registry import make
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import combine, default_scheme, waits_of_step
+from lightning_gc.engine.compatibility import (
+    choices_of,
+    combine,
+    default_scheme,
+    waits_of_step,
+)
 from lightning_gc.engine.levels import Requested
 from lightning_gc.exchange.validation import refuse_complex_parameters
 from lightning_gc.memories import MEMORIES, Memory
@@ -322,7 +326,7 @@ class Configuration:
         return any(
             any(field.varies == "worker" for field in entry.wire(1 << 20))
             or waits_of_step(entry, self.scheme or default_scheme(entry), workers).limit > 0
-            for entry in compressors_of(self.compressor)
+            for entry in choices_of(self.compressor)
         )
 
     def neighbours(self, workers: int) -> int:

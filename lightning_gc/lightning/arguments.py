@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.compressors import COMPRESSORS, Compressor
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.notices import say
 from lightning_gc.core.settings import parameters_of, unknown_argument
 from lightning_gc.exchange.bucketing import RECORDED, WRITTEN, cap_on_cuda, caps, layout
@@ -32,16 +33,10 @@ def refuse_other_hooks(owner: str, ddp_kwargs: Mapping[str, Any], instead: str) 
         instead: what to write for DDP's mixed precision.
     """
     taken = [name for name in _HOOK_ARGUMENTS if ddp_kwargs.get(name) is not None]
-    if taken:
-        raise ValueError(
-            f"{owner} got {taken[0]}={ddp_kwargs[taken[0]]!r}, but the gradient "
-            f"exchange is DDP's only hook. Remove {taken[0]}, or use Lightning's DDPStrategy."
-        )
-    if ddp_kwargs.get("mixed_precision") is not None:
-        raise ValueError(
-            f"{owner} got mixed_precision=..., which takes up DDP's only "
-            f"communication hook. Use {instead} instead."
-        )
+    hook = taken[0] if taken else ""
+    mixed_precision, value = ddp_kwargs.get("mixed_precision"), ddp_kwargs.get(hook)
+    given = {"hook": hook, "value": value, "mixed_precision": mixed_precision}
+    judge("DistributedDataParallel", owner, **given, instead=instead)
 
 
 def refuse_wrapper_arguments(owner: str, given: Iterable[str], *, wraps: bool = False) -> None:
@@ -54,16 +49,8 @@ def refuse_wrapper_arguments(owner: str, given: Iterable[str], *, wraps: bool = 
     """
     wrappers = list(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]
     for name in given:
-        if wraps and name in (*_HOOK_ARGUMENTS, "mixed_precision", "process_group"):
-            raise ValueError(
-                f"{owner}({name}=...): the processes of an island average whole gradients, in a "
-                f"group of their own; leave it out."
-            )
-        if not wraps and name in (*_HOOK_ARGUMENTS, *wrappers):
-            raise ValueError(
-                f"{owner}({name}=...): that is for DistributedDataParallel, in which nothing is "
-                f"wrapped here; leave it out."
-            )
+        hooks = {"hooks": _HOOK_ARGUMENTS, "wrappers": wrappers, "wraps": wraps}
+        judge("Arguments of DistributedDataParallel", owner, name=name, **hooks)
 
 
 @contextlib.contextmanager

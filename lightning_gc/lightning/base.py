@@ -18,6 +18,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.core.bucket import in_memory_order
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.engine import Engine
 from lightning_gc.exchange import Configuration, Workers, configure
@@ -257,12 +258,10 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
 
     def _attach(self, make: Callable[[Setup], Attached]) -> None:
         """Begin a fit: end what an earlier one has left, and attach to the module."""
+        automatic = self.lightning_module.automatic_optimization
+        way = "automatic optimization" if automatic else "manual optimization"
+        judge("Training loop", memory=self.memory, way=way, optimizers=())
         share = self.memory.lookahead
-        if share and not self.lightning_module.automatic_optimization:
-            raise ValueError(
-                f"{self.memory} moves the weights around each forward and backward pass, which "
-                f"only automatic optimization distinguishes; use that, or memory=ErrorFeedback()."
-            )
         self._close()
         self._failed = False
         setup = Setup(

@@ -14,6 +14,7 @@ from lightning_gc.attachment.attached import AttachedDDP
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import model_in_words
@@ -137,8 +138,5 @@ class CompressedDDP(RealWorker):
     def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
         automatic = self.lightning_module.automatic_optimization
         # The first step, which Lightning before 2.6 does not synchronise then.
-        if ddp.static_graph and not automatic and not hasattr(self, "_pl_static_graph_delay_done"):
-            raise ValueError(
-                "static_graph=True with manual optimization does not synchronise the first step in "
-                "this version of Lightning; use Lightning 2.6 or later, or static_graph=False."
-            )
+        old = not hasattr(self, "_pl_static_graph_delay_done")
+        judge("static_graph", static_graph=ddp.static_graph, automatic=automatic, old=old)

@@ -18,6 +18,7 @@ from lightning_gc.checkpoint.side_file_store import FabricCheckpoint
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.exchange import configure
 from lightning_gc.exchange.automatic import permitted
@@ -252,12 +253,8 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         self._optimizers = [each for each in self._optimizers if id(each) not in own]
 
     def _refuse_rates_unknown(self, module: nn.Module) -> None:
-        memory = self.configuration.memory
-        if memory.lr_aware and not self._optimizers_of(module):
-            raise ValueError(
-                f"{memory} rescales errors by the learning rates, so the optimizer must be known "
-                f"from the first step on; set up both together: fabric.setup(model, optimizer)."
-            )
+        own = self._optimizers_of(module)
+        judge("Training loop", memory=self.configuration.memory, way="Fabric", optimizers=own)
 
     def _handles_in(self, state: Mapping[str, Any]) -> dict[str, Attached]:
         """Return the handles of modules in ``state``, by the modules' names there."""

@@ -15,7 +15,7 @@ from pytorch_lightning.utilities.data import _update_dataloader
 from lightning_gc.lightning.ddp import CompressedDDP
 from lightning_gc.lightning.fsdp import CompressedFSDP
 from lightning_gc.lightning.hsdp import CompressedHSDP
-from lightning_gc.lightning.local_steps_strategy import LocalSteps
+from lightning_gc.lightning.local_steps_strategy import RealLocalSteps
 from lightning_gc.lightning.monitor import Monitor
 from lightning_gc.lightning.names import register
 from lightning_gc.lightning.simulation.ddp import SimulatedDDP
@@ -39,8 +39,8 @@ class _FirstCallback(FirstCallback, Callback):
     __doc__ = FirstCallback.__doc__
 
 
-class LocalStepsStrategy(LocalSteps, DDPStrategy):
-    __doc__ = LocalSteps.__doc__
+class LocalStepsStrategy(RealLocalSteps, DDPStrategy):
+    __doc__ = RealLocalSteps.__doc__
     _first_callback = _FirstCallback
 
 

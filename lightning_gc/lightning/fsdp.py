@@ -15,6 +15,7 @@ from lightning_gc.checkpoint.shard_store import Mesh
 from lightning_gc.compressors import Compressor, Identity
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.exchange import Configuration
 from lightning_gc.exchange.automatic import IN_FSDP, refuse_auto
 from lightning_gc.exchange.validation import ELSEWHERE
@@ -25,7 +26,6 @@ from lightning_gc.sharded.shard_validation import (
     check_legs,
     check_tensor_parallel,
     check_verify,
-    refuse_curves,
     refuse_errors,
     refuse_settings,
 )
@@ -157,7 +157,7 @@ class CompressedFSDP(ShardedStrategy):
         scheme = ReduceScatter(workers_per_node or 1)
         limit = MIN_NUMEL if gradients is None else min_numel
         self._configure(given, memory, scheme, controller, seed, state, "float32", limit)
-        refuse_curves(_OWNER, self.controller)
+        judge("Models in shards", _OWNER, controller=self.controller)
         self.weights = weights
         self._gathers = None if weights is None else weights_of(_OWNER, weights, seed, min_numel)
         self.controller = with_weights(_OWNER, self.controller, weights_controller, self._gathers)

@@ -13,6 +13,7 @@ from lightning_gc.attachment.attached_shards import AttachedShards
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.exchange import Configuration
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown
@@ -22,7 +23,6 @@ from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.shard_validation import (
     check_bucket_cap,
     check_tensor_parallel,
-    refuse_curves,
     refuse_settings,
 )
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
@@ -125,7 +125,7 @@ class CompressedHSDP(ShardedStrategy):
         check_bucket_cap(_OWNER, bucket_cap_mb)
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        refuse_curves(_OWNER, self.controller)
+        judge("Models in shards", _OWNER, controller=self.controller)
         check_tensor_parallel(_OWNER, tensor_parallel_size, self.compressor)
         self.tensor_parallel_size = tensor_parallel_size
         verification(verify, _OWNER)

@@ -1,4 +1,4 @@
-"""LocalSteps: local SGD; workers exchange compressed differences of weights every H steps.
+"""RealLocalSteps: local SGD; workers exchange compressed differences of weights every H steps.
 
 Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`` and
 ``for_lightning.py``.
@@ -32,7 +32,10 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import parted, takes_fields
+from lightning_gc.elastic.elastic_exchange import ElasticExchange
+from lightning_gc.elastic.roll import Roll
 from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS
 from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.synchronizer import leave
@@ -43,7 +46,6 @@ from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.progress import steps_of
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
 from lightning_gc.local_steps import RoundPlan
-from lightning_gc.local_steps.elastic import ElasticExchange
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
@@ -57,7 +59,6 @@ from lightning_gc.local_steps.refusals import (
     refuse_synchronised_norms,
     warn_of_one_round,
 )
-from lightning_gc.local_steps.roll import Roll
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import units_of
@@ -67,7 +68,6 @@ _LIGHTNING = ("pytorch_lightning.", "lightning.")
 """Where hooks are defined that a module does not override."""
 
 
-_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 """Names, since there are two packages, and versions that lack one."""
 
 
@@ -93,28 +93,12 @@ class LocalHooks(CompressedStrategy):
     def _refuse_trainer(self, trainer: Any, module: Any) -> None:
         """Raise ValueError for settings of Trainer and module that local steps cannot obey."""
         owner = type(self).__name__
-        if not trainer.lightning_module.automatic_optimization:
-            raise ValueError(
-                f"{owner} counts the steps of one optimizer, so it needs automatic optimization. "
-                f"Set automatic_optimization = True. Join several optimizers: return "
-                f"Together([muon, adamw]). For one loss per optimizer, as in a GAN, use "
-                f"CompressedDDPStrategy."
-            )
+        automatic = trainer.lightning_module.automatic_optimization
+        judge("LocalSteps and the module", owner, automatic=automatic)
         refuse_synchronised_norms(owner, module)
         for callback in trainer.callbacks:
             names = {cls.__name__ for cls in type(callback).__mro__}
-            if "ModelPruning" in names:
-                raise ValueError(
-                    f"{type(callback).__name__} prunes by a worker's own weights, which differ "
-                    f"between workers with {owner}, and so would what each prunes; remove the "
-                    f"callback and prune after the fit, or use CompressedDDPStrategy."
-                )
-            if _AVERAGING & names:
-                raise ValueError(
-                    f"{type(callback).__name__} averages a worker's own weights, which differ "
-                    f"between workers, and {owner} already averages over workers; remove the "
-                    f"callback."
-                )
+            judge("LocalSteps and callbacks", owner, names=names, callback=type(callback).__name__)
 
     def __init__(self, *, show: Literal["common", "local"] = "common", **others: Any) -> None:
         if show not in ("common", "local"):
@@ -420,7 +404,7 @@ def warn_of_unlike_rates(trainer: Any, schedulers: Iterable[Any]) -> None:
             )
 
 
-class LocalSteps(LocalHooks, RealWorker):
+class RealLocalSteps(LocalHooks, RealWorker):
     """Data-parallel training that exchanges compressed weights every H steps.
 
     Use it as ``Trainer(strategy=LocalStepsStrategy(QSGD(bits=4), every=32))``; the LightningModule
@@ -576,11 +560,7 @@ class LocalSteps(LocalHooks, RealWorker):
         place.refuse(plan, replace(self._given, scaler=self._scaler()))
         place.refuse_module(plan.owner, module)
         self._form.refuse_state(plan, self._saving.mode)
-        if plan.elastic is not None and (trainer.max_steps is None or trainer.max_steps < 0):
-            raise ValueError(
-                "Elastic workers count their steps together, so that all end at the same one; use "
-                "Trainer(max_steps=...)."
-            )
+        judge("Elastic Trainer", plan=plan, max_steps=trainer.max_steps)
         if type(self.local_workers) is not place.kind:
             workers = place.kind(self.local_workers.configuration)
             self.checkpoint_parts = CheckpointParts(workers, settings={"exchanged": "weights"})
@@ -750,11 +730,7 @@ class ShardedModule(WholeModule):
             )
 
     def refuse_state(self, plan: RoundPlan, mode: str) -> None:
-        if mode != "full":
-            raise ValueError(
-                f"{plan.owner}(island={plan.island}, state={mode!r}): only each rank's own file "
-                f"has its shards of the optimizers; use state='full'."
-            )
+        judge("Local steps of a sharded module", plan.owner, plan=plan, state=mode)
 
     def place(self, plan: RoundPlan, among: MeetingPlace) -> MeetingPlace:
         if plan.island == 1:

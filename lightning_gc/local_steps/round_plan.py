@@ -9,17 +9,21 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Literal
+
+from fsspec import available_protocols
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Budget, Controller
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 from lightning_gc.exchange.validation import make_controller
 from lightning_gc.local_steps.inner_moments import InnerMoments
 from lightning_gc.local_steps.outer_step import OuterSGD
-from lightning_gc.local_steps.rendezvous import check_secret, host_and_port, is_host
 from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.memories import Memory
+from lightning_gc.transports.interfaces import host_and_port, is_host
 
 MIXED = 0.5
 """Share of a worker's own weights in ``merge="mix"``."""
@@ -103,7 +107,9 @@ class Elastic(Settings):
 
     Args:
         rendezvous: ``"host:port"``, where ``lightning-gc rendezvous`` listens. If nobody listens
-            there and it is an address of this machine, this job does.
+            there and it is an address of this machine, this job does. Or a folder, for workers
+            without ports between them: a path with a slash, or a URL of fsspec such as
+            ``"s3://bucket/run"``. No process serves there; one of the workers decides.
         min_workers: fewest members of a round. With fewer, workers wait.
         grace: seconds that a round waits, after its first member has asked for it, for those that
             have not. A worker that comes later loses its steps of the round. A worker that has
@@ -119,8 +125,9 @@ class Elastic(Settings):
         address: host that the other workers reach this machine by; None: its address on the way
             to the rendezvous.
         ports: first and last port on which it serves snapshots to workers that join; None: any.
-        roll: file to which the roll is written, if this job serves the rendezvous. A run of the
-            file continues there. Another run gets the file, and the former rounds a free name.
+        roll: file to which the roll is written, if this job serves the rendezvous. In a folder,
+            every job that gives a file writes one. A run of the file continues there. Another run
+            gets the file, and the former rounds a free name.
 
     Raises:
         ValueError: no ``"host:port"``, an empty secret, or a number out of range.
@@ -131,7 +138,7 @@ class Elastic(Settings):
         Elastic(rendezvous='10.0.0.1:29400', min_workers=3, grace=5.0, timeout=30.0)
     """
 
-    rendezvous: str
+    rendezvous: str | Path
     min_workers: int = 2
     grace: float = 5.0
     timeout: float = 30.0
@@ -142,8 +149,31 @@ class Elastic(Settings):
     ports: tuple[int, int] | None = field(default=None, repr=False)
     roll: str | Path | None = field(default=None, repr=False)
 
+    @property
+    def in_folder(self) -> bool:
+        """Whether workers meet in a folder, and not at an address."""
+        return isinstance(self.rendezvous, Path) or "/" in str(self.rendezvous)
+
+    def _check_folder(self) -> None:
+        scheme, found, _ = str(self.rendezvous).partition("://")
+        if found and scheme not in available_protocols():
+            raise ValueError(
+                f"Elastic(rendezvous={self.rendezvous!r}): fsspec does not know {scheme}://. Give "
+                f"host and port without a scheme, such as '10.0.0.1:29400', a path, or a URL of "
+                f"fsspec, such as 's3://bucket/run'."
+            )
+        if self.address is not None or self.ports is not None:
+            raise ValueError(
+                f"Elastic(rendezvous={str(self.rendezvous)!r}, address={self.address!r}, "
+                f"ports={self.ports!r}): nothing listens where workers meet in a folder; leave "
+                f"address and ports out."
+            )
+
     def __post_init__(self) -> None:
-        host_and_port(self.rendezvous, "Elastic", "rendezvous")
+        if self.in_folder:
+            self._check_folder()
+        else:
+            host_and_port(self.rendezvous, "Elastic", "rendezvous")
         check_secret(self.secret, "Elastic")
         if not _is_whole(self.min_workers) or self.min_workers < 1:
             raise ValueError(
@@ -178,6 +208,19 @@ class Elastic(Settings):
             raise ValueError(
                 f"Elastic(roll={self.roll!r}): give the name of a file, such as 'roll.jsonl'."
             )
+
+
+def check_secret(secret: Any, owner: str) -> None:
+    """Raise ValueError if a secret is neither None nor a text that all can have equally."""
+    if secret is None or (isinstance(secret, str) and secret and secret == secret.strip()):
+        return
+    found = "is empty" if isinstance(secret, str) else f"is of type {type(secret).__name__}"
+    if isinstance(secret, str) and secret.strip():
+        found = "begins or ends with white space; use its strip()"
+    raise ValueError(
+        f"{owner}(secret=...): the secret {found}. Give a long random text, or leave it out if "
+        f"everyone who reaches the port may take part."
+    )
 
 
 def _is_whole(value: Any) -> bool:
@@ -279,12 +322,7 @@ class RoundPlan:
         if given is None:
             return self.every
         levels = make_controller(given, self.owner)
-        if self.every.levels is not None or levels.needs.rounds:
-            self._refuse(
-                "every",
-                f"{levels!r} is a second one that decides; give one of levels, once",
-                f"controller={levels!r}",
-            )
+        judge("Budget of local steps", self.owner, plan=self, levels=levels)
         return dataclasses.replace(self.every, levels=levels)
 
     def own_buffers(self, names: Collection[str]) -> frozenset[str]:
@@ -299,7 +337,8 @@ class RoundPlan:
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = ", ".join(map(repr, get_close_matches(pattern, names, 3, 0.0)))
                 had = f"did you mean one of {near}" if near else "the module has no buffer"
-                self._refuse("buffers", f"{pattern!r} fits no buffer of the module; {had}")
+                why = f"{pattern!r} fits no buffer of the module; {had}"
+                refuse(self.owner, why, buffers=self.buffers)
         return frozenset(n for n in names if any(fnmatchcase(n, each) for each in self.buffers))
 
     def due(self, position: int, length: int) -> list[int]:
@@ -316,93 +355,35 @@ class RoundPlan:
         self._whole("every", self.shortest, 1, "optimizer steps between two exchanges", 32)
         self._whole("fragments", self.fragments, 1, "parts of the parameters", 1)
         self._whole("delay", self.delay, 0, "steps until the result is taken over", 0)
-        if self.fragments > self.shortest:
-            self._refuse(
-                "every fragments",
-                f"at most one fragment is exchanged after a step; use fragments={self.shortest} or "
-                f"fewer",
-            )
-        apart = self.shortest // self.fragments
-        if self.delay >= apart:
-            self._refuse(
-                "delay",
-                f"two exchanges are {apart} steps apart, and a result must have been taken over "
-                f"before the next one; use delay={apart - 1} or less, or exchange less often",
-            )
         if self.merge not in ("rebase", "mix"):
-            self._refuse("merge", "use 'rebase' or 'mix'")
-        if self.moments is not None and self.delay:
-            self._refuse(
-                "moments delay",
-                f"a mean of moments from {self.delay} steps ago would undo the optimizer's steps "
-                f"since; use delay=0, or moments=None",
-            )
-        self._check_island()
-        self._check_unequal()
-        self._check_buffers()
-        given: Any = self.elastic
-        if given is not None and not isinstance(given, Elastic):
-            where = given if isinstance(given, str) else "10.0.0.1:29400"
-            self._refuse("elastic", f"give elastic=Elastic({where!r}), or leave it out")
-
-    def _check_island(self) -> None:
+            refuse(self.owner, "use 'rebase' or 'mix'", merge=self.merge)
         island = self.island
         if isinstance(island, bool) or not isinstance(island, int) or island < 1:
-            self._refuse(
-                "island",
-                "give the number of processes that train as one worker, 1 or more; use the number "
-                "of devices of a node",
-            )
-        if island > 1 and self.unequal is not None:
-            self._refuse(
-                "island unequal",
-                "the processes of an island would measure unlike speeds and count unlike tokens; "
-                "leave unequal out",
-            )
+            why = "give the number of processes that train as one worker, 1 or more; use the"
+            refuse(self.owner, f"{why} number of devices of a node", island=island)
+        given: Any = self.unequal
+        if given is not None and not isinstance(given, Unequal):
+            refuse(self.owner, "give an instance, such as Unequal()", unequal=given)
+        self._check_buffers()
+        given = self.elastic
+        if given is not None and not isinstance(given, Elastic):
+            where = given if isinstance(given, str) else "10.0.0.1:29400"
+            why = f"give elastic=Elastic({where!r}), or leave it out"
+            refuse(self.owner, why, elastic=given)
+        apart = self.shortest // self.fragments
+        judge("Local steps", self.owner, plan=self, apart=apart, most=apart - 1)
 
     def _check_buffers(self) -> None:
         given: Any = self.buffers
         if given in ("mean", "own"):
             return
         if isinstance(given, str):
-            self._refuse(
-                "buffers", f"use 'mean' or 'own', or names in a tuple, such as ({given!r},)"
-            )
+            why = f"use 'mean' or 'own', or names in a tuple, such as ({given!r},)"
+            refuse(self.owner, why, buffers=given)
         names = isinstance(given, Collection) and all(isinstance(each, str) for each in given)
         if not names or not given:
-            self._refuse("buffers", "use 'mean' or 'own', or names, such as ('queue',)")
+            refuse(self.owner, "use 'mean' or 'own', or names, such as ('queue',)", buffers=given)
         object.__setattr__(self, "buffers", tuple(sorted(given)))  # equal on all workers
-
-    def _check_unequal(self) -> None:
-        given: Any = self.unequal
-        if given is None:
-            return
-        if not isinstance(given, Unequal):
-            self._refuse("unequal", "give an instance, such as Unequal()")
-        if given.grace is None:
-            return
-        late = f"unequal=Unequal(grace={given.grace!r})"
-        if self.delay:
-            self._refuse(
-                "delay",
-                f"a late worker takes a result over when it comes, and the others after "
-                f"{self.delay} steps; use delay=0, or grace=None",
-                late,
-            )
-        if self.fragments > 1:
-            self._refuse(
-                "fragments",
-                "a late worker would miss only some of its parameters; use fragments=1, or "
-                "grace=None",
-                late,
-            )
-        if self.moments is not None:
-            self._refuse(
-                "moments",
-                "a late worker's moments would count though its steps do not; use moments=None, or "
-                "grace=None",
-                late,
-            )
 
     def check(self, compressor: Compressor, memory: Memory, controller: Controller | None) -> None:
         """Raise ValueError for settings that need gradients: exchanged are differences of weights.
@@ -414,52 +395,14 @@ class RoundPlan:
             memory: of errors of these differences.
             controller: of levels or of H, or None.
         """
-        outer = self.outer
-        if not compressor.traits.conserves:
-            raise ValueError(
-                f"{self.owner}({compressor}): its workers vote, and the result has equal "
-                f"magnitudes, so it is not the mean of their differences of weights; use "
-                f"EFSignSGD() for signs with magnitudes, or QSGD(4)."
-            )
-        if memory.lr_aware:
-            raise ValueError(
-                f"{self.owner}(memory={memory}): differences of weights contain the learning rate "
-                f"already, so errors must not follow it; use memory=ErrorFeedback()."
-            )
-        if memory.lookahead or memory.reads_weights:
-            raise ValueError(
-                f"{self.owner}(memory={memory}): it changes gradients by weights or weights by "
-                f"errors at each optimizer step, but weights are exchanged only every H steps; use "
-                f"memory=ErrorFeedback()."
-            )
-        if outer.momentum:
-            try:
-                memory.check_optimizer({"momentum": outer.momentum})
-            except ValueError:
-                raise ValueError(
-                    f"{self.owner}(memory={memory}, outer={outer}): the memory has the outer "
-                    f"momentum; use outer=OuterSGD(lr={outer.lr!r}), or memory=ErrorFeedback()."
-                ) from None
-        if controller is None:
-            return
-        if controller.needs.errors or controller.needs.scale:
-            raise ValueError(
-                f"{self.owner}(controller={controller}): it computes with gradients and learning "
-                f"rates, but differences of weights contain both; use Accordion or a Schedule."
-            )
-        if controller.needs.rounds and self.growing is not None:
-            raise ValueError(
-                f"{self.owner}(every={self.every}, controller={controller}): both set the "
-                f"steps of a round; give every=8, say, or another controller."
-            )
-        for steps in controller.needs.rounds:
+        given = {"compressor": compressor, "memory": memory, "controller": controller}
+        needs = None if controller is None else controller.needs
+        place = "Local steps exchange differences of weights"
+        judge(place, self.owner, **given, plan=self, outer=self.outer, needs=needs)
+        for steps in () if needs is None else needs.rounds:
             dataclasses.replace(self, every=steps)  # checks it
 
     def _whole(self, name: str, value: Any, least: int, what: str, such_as: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self._refuse(name, f"give the number of {what}, {least} or more; use {such_as}")
-
-    def _refuse(self, names: str, why: str, more: str = "") -> Never:
-        """Raise ValueError for the fields of these names."""
-        given = [f"{name}={getattr(self, name)!r}" for name in names.split()]
-        raise ValueError(f"{self.owner}({', '.join(filter(None, (*given, more)))}): {why}.")
+            why = f"give the number of {what}, {least} or more; use {such_as}"
+            refuse(self.owner, why, **{name: getattr(self, name)})

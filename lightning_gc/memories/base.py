@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Compressor
 from lightning_gc.core import Bucket, Choice, Flow, Range, Reply, Request
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 from lightning_gc.memories.storage import Storage
 from lightning_gc.schemes.base import Scheme
@@ -134,24 +136,7 @@ class Memory(Settings, abc.ABC):
 
     def check(self, compressor: Compressor, scheme: Scheme | None) -> None:
         """Raise ValueError if this memory cannot work with the compressor or the scheme."""
-        traits = compressor.traits
-        if self.stored is not None and (self.lr_aware or self.common):
-            raise ValueError(
-                f"{self} stores buffers in fewer bits, but they are rescaled with the learning "
-                f"rate or equal on all workers, and each worker would round them again; keep them "
-                f"in float32 (stored=None)."
-            )
-        if traits.needs_sums and not self.accumulates:
-            raise ValueError(
-                f"{compressor} sends what has added up over steps, but {self} adds up nothing, "
-                f"so nothing would be sent; use ErrorFeedback()."
-            )
-        if self.feeds_back and not traits.conserves:
-            raise ValueError(
-                f"{self} feeds back what was not sent, but the result of {compressor} is a "
-                f"majority vote, not the mean of what was sent; use NoMemory(), or EFSignSGD() for "
-                f"signs with error feedback."
-            )
+        judge("Memory", memory=self, compressor=compressor)
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError if one of the optimizer's ``param_groups`` conflicts with it."""
@@ -173,9 +158,7 @@ class OwnMomentum(Memory):
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"{type(self).__name__}(momentum={self.momentum!r}): it must be in [0, 1); use 0.9."
-            )
+            refuse(self, "it must be in [0, 1); use 0.9", momentum=self.momentum)
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
         refuse_momentum(self, group)
@@ -190,12 +173,8 @@ def refuse_momentum(memory: Memory, group: Mapping[str, Any]) -> None:
     """
     betas = group.get("betas")
     for field, momentum in (("momentum", group.get("momentum")), ("betas", betas and betas[0])):
-        if momentum:
-            raise ValueError(
-                f"{memory} has the momentum, so the optimizer must have none, but its {field} "
-                f"is {group[field]!r}; use torch.optim.SGD or Muon with momentum=0, AdamW with "
-                f"betas=(0.0, 0.999), or memory=ErrorFeedback()."
-            )
+        given = {"field": field, "value": group.get(field), "momentum": momentum}
+        judge("Optimizer", memory=memory, adds=False, **given)
 
 
 @dataclass(frozen=True)

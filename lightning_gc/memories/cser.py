@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.core import Bucket, Choice, Flow
+from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
@@ -53,9 +54,7 @@ class CSER(Memory):
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.every != int(self.every):
-            raise ValueError(
-                f"CSER(every={self.every!r}): give a whole number of steps, at least 1."
-            )
+            refuse("CSER", "give a whole number of steps, at least 1", every=self.every)
 
     @property
     def lookahead(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.core import Range
+from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientDifferences
 
 
@@ -43,10 +44,8 @@ class DIANA(GradientDifferences):
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha <= 1:
-            raise ValueError(
-                f"DIANA(alpha={self.alpha!r}): the share by which estimates move must be in "
-                f"(0, 1]; use 0.25, or EF21() for 1."
-            )
+            why = "the share by which estimates move must be in (0, 1]; use 0.25, or EF21() for 1"
+            refuse("DIANA", why, alpha=self.alpha)
 
     @property
     def follows(self) -> float:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_gc.core import Bucket, Flow
+from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
@@ -55,10 +56,8 @@ class ErrorFeedback(Memory):
                 f"(0, 1]; use 1.0 to lose nothing, or NoMemory() to remember nothing."
             )
         if not 0 < self.gain < math.inf:
-            raise ValueError(
-                f"ErrorFeedback(gain={self.gain!r}): the new gradient's weight must be above "
-                f"0; use 1.0."
-            )
+            why = "the new gradient's weight must be above 0; use 1.0"
+            refuse("ErrorFeedback", why, gain=self.gain)
 
     @property
     def conserves(self) -> bool:

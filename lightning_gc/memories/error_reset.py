@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.core import Bucket, Flow
+from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
@@ -41,9 +42,7 @@ class ErrorReset(Memory):
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.every != int(self.every):
-            raise ValueError(
-                f"ErrorReset(every={self.every!r}): give a whole number of steps, at least 1."
-            )
+            refuse("ErrorReset", "give a whole number of steps, at least 1", every=self.every)
 
     def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         due = (bucket.step + 1) % self.every == 0

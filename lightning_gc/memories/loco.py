@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_gc.core import Bucket, Flow, Range
+from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
 from lightning_gc.memories.storage import STORAGES, Storage, check_dtype
 
@@ -50,12 +51,10 @@ class LoCo(Memory):
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:
-            raise ValueError(
-                f"LoCo(beta={self.beta!r}): the weight of the old average must be in [0, 1); use "
-                f"0.8."
-            )
+            why = "the weight of the old average must be in [0, 1); use 0.8"
+            refuse("LoCo", why, beta=self.beta)
         if self.every < 1:
-            raise ValueError(f"LoCo(every={self.every!r}): give a number of steps, at least 1.")
+            refuse("LoCo", "give a number of steps, at least 1", every=self.every)
         check_dtype("LoCo", self.dtype)
 
     @property

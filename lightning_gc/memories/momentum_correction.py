@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Compressor
 from lightning_gc.core import Bucket, Flow, Range
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, OwnMomentum, State
 from lightning_gc.schemes.base import Scheme
 
@@ -75,18 +77,12 @@ class MomentumCorrection(OwnMomentum):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(
-                f"MomentumCorrection(clip={self.clip!r}): a norm above 0, or None for no clipping."
-            )
+            refuse("MomentumCorrection", "a norm above 0, or None for no clipping", clip=self.clip)
         if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(
-                f"MomentumCorrection(weight_decay={self.weight_decay!r}): use 0 for none, or 1e-4."
-            )
+            refuse("MomentumCorrection", "use 0 for none, or 1e-4", weight_decay=self.weight_decay)
         if self.masking not in ("sent", "sampled", "none"):
-            raise ValueError(
-                f"MomentumCorrection(masking={self.masking!r}): use 'sent', as the paper has it, "
-                f"'sampled' or 'none'."
-            )
+            why = "use 'sent', as the paper has it, 'sampled' or 'none'"
+            refuse("MomentumCorrection", why, masking=self.masking)
 
     @property
     def reads_weights(self) -> bool:
@@ -135,32 +131,13 @@ class MomentumCorrection(OwnMomentum):
         return gradient
 
     def check(self, compressor: Compressor, scheme: Scheme | None) -> None:
-        if compressor.traits.unbiased:
-            raise ValueError(
-                f"{self} corrects the momentum that waits in the error, but {compressor} is "
-                f"unbiased and leaves none; use NoMemory(), or a biased compressor such as "
-                f"TopK(0.01)."
-            )
-        if compressor.traits.kind != "sparsifier":
-            raise ValueError(
-                f"{self} drops the momentum of elements that are sent, and {compressor} sends "
-                f"all of them, so nothing would remain; use LocalMomentum(), or a sparsifier."
-            )
+        judge("MomentumCorrection", memory=self, compressor=compressor, scheme=scheme)
         super().check(compressor, scheme)
-        if scheme is not None and scheme.averages_first:
-            raise ValueError(
-                f"{self} drops the momentum of elements that a worker has sent, but {scheme} "
-                f"encodes means of several workers; use AllGather(), or another memory."
-            )
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
         super().check_optimizer(group)
-        if group.get("weight_decay") and not group.get("decoupled_weight_decay"):
-            raise ValueError(
-                f"{self} must add weight decay before the exchange; the optimizer adds it after, "
-                f"weight_decay={group['weight_decay']!r}; set it to 0 there and use "
-                f"MomentumCorrection(weight_decay={group['weight_decay']!r})."
-            )
+        decay = not group.get("decoupled_weight_decay") and group.get("weight_decay")
+        judge("Optimizer", memory=self, momentum=None, adds=True, decay=decay)
 
     @classmethod
     def examples(cls) -> tuple[MomentumCorrection, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.core import Bucket, Flow, Mean
+from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
@@ -55,13 +56,9 @@ class StepAhead(Memory):
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
-            raise ValueError(
-                f"StepAhead(alpha={self.alpha!r}): the share of the error must be in [0, 1]; use 1."
-            )
+            refuse("StepAhead", "the share of the error must be in [0, 1]; use 1", alpha=self.alpha)
         if self.average_every < 0 or self.average_every != int(self.average_every):
-            raise ValueError(
-                f"StepAhead(average_every={self.average_every!r}): whole steps, or 0 for never."
-            )
+            refuse("StepAhead", "whole steps, or 0 for never", average_every=self.average_every)
 
     @property
     def lookahead(self) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.splitmix import words
 
 Kept: TypeAlias = tuple[Tensor, ...]
@@ -152,9 +153,7 @@ STORAGES: dict[str, Storage] = {"int8": Int8Blocks(), "bfloat16": BFloat16()}
 def check_dtype(name: str, dtype: str) -> None:
     """Raise ValueError unless a storage has this name."""
     if dtype not in STORAGES:
-        raise ValueError(
-            f"{name}(dtype={dtype!r}): use 'int8' or 'bfloat16', or ErrorFeedback() for float32."
-        )
+        refuse(name, "use 'int8' or 'bfloat16', or ErrorFeedback() for float32", dtype=dtype)
 
 
 class _Draw:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.core import Bucket, Flow, Range
+from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
@@ -44,9 +45,7 @@ class WeightedError(Memory):
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha <= 1 or not 0 <= self.beta <= 1:
-            raise ValueError(
-                f"{self}: alpha must be in (0, 1] and beta in [0, 1]; use 0.2 and 0.9."
-            )
+            refuse(f"{self}", "alpha must be in (0, 1] and beta in [0, 1]; use 0.2 and 0.9")
 
     @property
     def conserves(self) -> bool:

@@ -23,6 +23,7 @@ from lightning_gc.compressors.base import (
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Field, Range
+from lightning_gc.core.combinations import RULES, shown
 from lightning_gc.core.registry import path_of, required_fields, subclasses
 from lightning_gc.engine.compatibility import combine, waits_of_step
 from lightning_gc.kernels import dispatch
@@ -347,6 +348,13 @@ def start_markdown() -> str:
     return text_table.markdown(_START_HEAD, [row[1:] for row in START], _START_HEAD)
 
 
+_COMBINATIONS_HEAD = ("where", "what does not go together")
+
+
+def _combinations() -> list[tuple[str, str]]:
+    return [(place, shown(sentence)) for place, rules in RULES.items() for sentence in rules]
+
+
 def to_tune(compressor: type[Compressor]) -> str:
     """Return what to tune again with a compressor of ``START``, or "" for others."""
     found = (row.tune for row in START if COMPRESSORS.get(row.name) is compressor)
@@ -362,13 +370,15 @@ def plain(family: str, width: int, all_columns: bool = False) -> str:
     """Return one family as text of at most ``width`` characters a line.
 
     Args:
-        family: "start", or one of ``FAMILIES``.
+        family: "start", "combinations", or one of ``FAMILIES``.
         width: see ``text_table.plain``.
         all_columns: give each declaration its own column. Otherwise each class has one line; waits
             and wire formats, which have no description, are tables anyway.
     """
     if family == "start":
         return f"Start here\n\n{start_text(width)}"
+    if family == "combinations":
+        return f"Combinations\n\n{text_table.plain(_COMBINATIONS_HEAD, _combinations(), width)}"
     entries, table = FAMILIES[family](), []
     if not all_columns and family not in _FIGURES:
         return _lines(family, entries, width)
@@ -401,6 +411,9 @@ def markdown(family: str) -> str:
     """
     if family == "start":
         return start_markdown()
+    if family == "combinations":
+        rows = [(place, re.sub(r"<(\w+)>", r"*\1*", said)) for place, said in _combinations()]
+        return text_table.markdown(_COMBINATIONS_HEAD, rows, _COMBINATIONS_HEAD)
     table = []
     for entry in FAMILIES[family]():
         cells = {heading: _on_page(text) for heading, text in entry.cells.items()}

@@ -16,6 +16,7 @@ from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Range, Space
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import did_you_mean, make, required_fields
 from lightning_gc.core.search_space import check_field, merge
 from lightning_gc.core.settings import Settings
@@ -89,22 +90,22 @@ class Method(Settings):
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
-            raise ValueError(f"A method cannot be called {self.name!r}: use letters and digits.")
+            refuse(f"A method cannot be called {self.name!r}: use letters and digits")
         check_budget(self.budget)
         for name in ("space", "memory_space", "rounds_space"):
             _check_space(name, getattr(self, name))
         cls, searched = self.compressor_class, {entry.field for entry in self.space}
         if self.name == DENSE and cls is not Identity:
-            raise ValueError(
-                f"The method {DENSE!r} is the baseline, which does not compress. Give the one with "
-                f"{cls.__name__} another name."
+            refuse(
+                f"The method {DENSE!r} is the baseline, which does not compress. Give the one "
+                f"with {cls.__name__} another name"
             )
         for entry in self.space:
             check_entry(cls, entry)
         for name in self.fixed:
             check_entry(cls, Choice(name, (self.fixed[name],)))
             if name in searched:
-                raise ValueError(f"{self.name}: {name} is both fixed and searched. Do one.")
+                refuse(self.name, f"{name} is both fixed and searched. Do one")
         for entry in self.memory_space:
             check_field(type(self._base_memory()), entry)
         for entry in self.rounds_space:
@@ -218,7 +219,7 @@ def parse_method(word: str) -> Method:
     for part in rest.split(",") if rest else ():
         field, equals, value = part.partition("=")
         if not equals:
-            raise ValueError(f"{word!r}: write a compressor's fields as topk:density=0.01.")
+            refuse(f"{word!r}", "write a compressor's fields as topk:density=0.01")
         fields[field.strip()] = yaml.safe_load(value)
     parts = {kind: fields.pop(kind) for kind in ("memory", "scheme") if kind in fields}
     return Method(word, name, fixed=fields, **parts)
@@ -228,14 +229,14 @@ def check_budget(budget: Any) -> None:
     """Raise ValueError unless ``budget`` is a positive number of bytes, or None for no limit."""
     number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (number and budget > 0):
-        raise ValueError(f"budget={budget!r}: give the bytes that one worker may send in a run.")
+        refuse(f"budget={budget!r}: give the bytes that one worker may send in a run")
 
 
 def _check_space(name: str, given: Any) -> None:
     """Raise ValueError unless ``given`` is a sequence of ranges and choices."""
     listed = isinstance(given, tuple | list)
     if not (listed and all(isinstance(entry, Range | Choice) for entry in given)):
-        raise ValueError(
+        refuse(
             f"Method({name}={given!r}): give a tuple of ranges and choices, such as "
-            f"(Range('density', 0.001, 0.1, scale='log'),)."
+            "(Range('density', 0.001, 0.1, scale='log'),)"
         )

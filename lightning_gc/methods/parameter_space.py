@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_gc.core import Choice, Range, Space
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.search_space import check_field
 
 if TYPE_CHECKING:
@@ -109,9 +110,9 @@ def knob_name(compressor: type[Compressor]) -> str | None:
     if knob is None or knob.field == LEVEL or not has_knob_inside(compressor):
         return None if knob is None else knob.field
     if LEVEL in field_names(compressor):
-        raise ValueError(
+        refuse(
             f"{compressor.__name__} has a field {LEVEL}, but its knob is {knob.field}. Rename the "
-            f"field, or make it the knob."
+            "field, or make it the knob"
         )
     return LEVEL
 
@@ -152,29 +153,25 @@ def check_entry(compressor: type[Compressor], entry: Range | Choice) -> None:
     inside = {LEVEL} if known_as == LEVEL else set()
     if entry.field not in field_names(compressor) | inside:
         if inside and knob is not None and entry.field == knob.field:
-            raise ValueError(
-                f"{name}: {knob.field} is a field of the compressor inside. Call it {LEVEL}."
-            )
+            refuse(name, f"{knob.field} is a field of the compressor inside. Call it {LEVEL}")
         check_field(compressor, entry)
     if knob is None or entry.field != known_as:
         return
     if isinstance(entry, Choice):
         for value in entry.values:
             if not isinstance(value, int | float) or isinstance(value, bool):
-                raise ValueError(f"{name}.{entry.field} is a number, but could become {value!r}.")
+                refuse(f"{name}.{entry.field} is a number, but could become {value!r}")
             if knob.integer and not float(value).is_integer():
-                raise ValueError(f"{name}.{entry.field} takes integers only, not {value!r}.")
+                refuse(f"{name}.{entry.field} takes integers only, not {value!r}")
         low, high = min(map(float, entry.values)), max(map(float, entry.values))  # type: ignore[arg-type]
     else:
         low, high = entry.low, entry.high
         if knob.integer and not entry.integer:
-            raise ValueError(
-                f"{name}.{entry.field} takes integers only. Add integer: true to its range."
-            )
+            refuse(f"{name}.{entry.field} takes integers only. Add integer: true to its range")
     if low < knob.low or high > knob.high:
-        raise ValueError(
+        refuse(
             f"{name}.{entry.field} from {low:g} to {high:g} leaves the range of its knob, "
-            f"{knob.low:g} to {knob.high:g}. Choose within it."
+            f"{knob.low:g} to {knob.high:g}. Choose within it"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import did_you_mean
 
 SECTIONS = ("model", "data", "trainer", "seed_everything", "tune")
@@ -26,7 +27,7 @@ def read_sections(path: str | Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(sections, dict):
-        raise ValueError(f"{path} has no sections. Add some, such as {_EXAMPLES['model']}.")
+        refuse(f"{path} has no sections. Add some, such as {_EXAMPLES['model']}")
     return sections
 
 
@@ -35,14 +36,12 @@ def read_known(path: str | Path, needed: Sequence[str]) -> dict[str, Any]:
     sections = read_sections(path)
     for name in needed:
         if name not in sections:
-            raise ValueError(
+            refuse(
                 f"{path} has no section {name}. It has {', '.join(map(str, sections))}. Add one, "
-                f"such as {_EXAMPLES[name]}."
+                f"such as {_EXAMPLES[name]}"
             )
     for name in sections:
         if name not in SECTIONS:
             meant = did_you_mean(name, SECTIONS)
-            raise ValueError(
-                f"{path} has a section {name!r}{meant}. Known are {', '.join(SECTIONS)}."
-            )
+            refuse(f"{path} has a section {name!r}{meant}. Known are {', '.join(SECTIONS)}")
     return sections

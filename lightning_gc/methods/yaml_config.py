@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Space
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.memories import Memory
@@ -129,7 +130,7 @@ def _refuse_misspelt(value: Any) -> None:
         package = _package()
         if name.isidentifier() and not hasattr(package, name):
             meant = did_you_mean(name, package.__all__)
-            raise ValueError(f"{value} does not exist{meant}. lightning-gc list prints all names.")
+            refuse(f"{value} does not exist{meant}. lightning-gc list prints all names")
 
 
 def _package() -> Any:
@@ -142,7 +143,7 @@ def mapping(key: str, given: Any, example: str, more: str = "") -> dict[str, Any
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ValueError(f"{key}: {given!r} has no keys. Write some, such as {example}{more}.")
+        refuse(key, f"{given!r} has no keys. Write some, such as {example}{more}")
     return dict(given)
 
 
@@ -208,17 +209,17 @@ def _set(sections: dict[str, Any], path: str, value: Any) -> None:
     first, *middle, last = path.split(".")
     if "init_args" in (*middle, last):
         shorter = path.replace(".init_args", "")
-        raise ValueError(f"tune.space: write {shorter}, not {path}.")
+        refuse("tune.space", f"write {shorter}, not {path}")
     node = sections.get(first)
     if first not in ("model", "data", "trainer") or not isinstance(node, dict):
-        raise ValueError(
-            f"{path} cannot be tuned. Begin with model., data. or trainer., and a section that the "
-            f"file has. A compressor's fields belong to its method."
+        refuse(
+            f"{path} cannot be tuned. Begin with model., data. or trainer., and a section that "
+            "the file has. A compressor's fields belong to its method"
         )
     for name in middle:
         node = _init_args(node).setdefault(name, {})
         if not isinstance(node, dict):
-            raise ValueError(f"{path}: {name} has a single value, so it has no {last}.")
+            refuse(path, f"{name} has a single value, so it has no {last}")
     _init_args(node)[last] = value
 
 

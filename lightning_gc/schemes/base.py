@@ -12,6 +12,8 @@ from torch import Tensor
 from lightning_gc.compressors.base import Collective, Compressor, dense
 from lightning_gc.compressors.joint import Joint, WholeCodec
 from lightning_gc.core import Bucket, Exchange, Flow, Limits, Payload
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 
 
@@ -73,22 +75,8 @@ class Scheme(Settings, abc.ABC):
 
     def check(self, compressor: Compressor) -> None:
         """Raise ValueError if the compressor cannot be used with this scheme."""
-        if isinstance(compressor.method, Collective):
-            raise ValueError(
-                f"{compressor} has its own communication rounds, so it takes no scheme, but was "
-                f"given {self}; leave scheme out."
-            )
-        if self.averages and not compressor.traits.linear:
-            raise ValueError(
-                f"{self} averages payloads, but payloads of {compressor} are not linear: their "
-                f"mean is not the mean of the gradients. Use AllGather() or TwoShot()."
-            )
-
-        if self.cuts and compressor.traits.needs_sums:
-            raise ValueError(
-                f"{self} cuts tensors into shards, which have no state, but {compressor} needs "
-                f"state of the full tensor. Use AllGather()."
-            )
+        own_rounds = isinstance(compressor.method, Collective)
+        judge("Scheme", scheme=self, compressor=compressor, own_rounds=own_rounds)
 
 
 @dataclass(frozen=True)
@@ -101,18 +89,12 @@ class NodeScheme(Scheme):
 
     def __post_init__(self) -> None:
         if self.workers_per_node < 1 or self.workers_per_node != int(self.workers_per_node):
-            raise ValueError(
-                f"{type(self).__name__}(workers_per_node={self.workers_per_node!r}): give the "
-                f"number of workers of each machine, at least 1."
-            )
+            why = "give the number of workers of each machine, at least 1"
+            refuse(self, why, workers_per_node=self.workers_per_node)
 
     def check(self, compressor: Compressor) -> None:
         super().check(compressor)
-        if not compressor.traits.conserves:
-            raise ValueError(
-                f"{self} averages in nodes first, but the workers of {compressor} vote, and a "
-                f"majority of node majorities is not the majority of all workers. Use TwoShot()."
-            )
+        judge("Hierarchical and TwoHop", scheme=self, compressor=compressor)
 
 
 def padded(flat: Tensor, index: int, size: int) -> tuple[Tensor, Tensor]:

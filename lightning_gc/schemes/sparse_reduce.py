@@ -12,6 +12,7 @@ from lightning_gc.compressors.joint import Joint, WholeCodec
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, WholeSelection
 from lightning_gc.core import Bucket, Exchange, Flow, Gather, Limits, Mean, elias_fano
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.payload_validation import naming
 from lightning_gc.kernels.accumulate import accumulate
 from lightning_gc.schemes.base import Scheme
@@ -66,12 +67,10 @@ class SparseReduce(Scheme):
 
     def check(self, compressor: Compressor) -> None:
         super().check(compressor)
-        if not isinstance(compressor.method, SparseCodec):
-            other = "AllReduce()" if compressor.traits.linear else "TwoShot()"
-            raise ValueError(
-                f"{self} splits selected elements by position, but {compressor} does not "
-                f"select any. Use {other}, or a compressor such as TopK(0.01)."
-            )
+        given = {"scheme": self, "compressor": compressor}
+        other = "AllReduce()" if compressor.traits.linear else "TwoShot()"
+        selects = isinstance(compressor.method, SparseCodec)
+        judge("SparseReduce", **given, other=other, selects=selects)
 
     def joint(self, workers: int) -> Joint:
         return "ranges"

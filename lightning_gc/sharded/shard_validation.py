@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_gc.compressors import Compressor
-from lightning_gc.controllers import Controller
+from lightning_gc.core.combinations import judge
 from lightning_gc.exchange.validation import refuse_sparse_gradients, refuse_unsynchronised
 from lightning_gc.memories import Memory
 from lightning_gc.sharded import fsdp_units
@@ -256,12 +256,7 @@ def check_tensor_parallel(owner: str, ranks: Any, compressor: Compressor) -> Non
             f"{owner}(tensor_parallel_size={ranks!r}): give the number of ranks that have each "
             f"layer together, at least 1."
         )
-    if ranks > 1 and compressor.traits.reads_model:
-        raise ValueError(
-            f"{owner}({compressor.method}, tensor_parallel_size={ranks}): its choice depends on "
-            f"all tensors. Tensor-parallel ranks have different parts of them, so their copies of "
-            f"norms would differ; use TopK."
-        )
+    judge("Tensor-parallel ranks", owner, compressor=compressor, ranks=ranks)
 
 
 def refuse_pass(unit: Unit, names: Mapping[Tensor, str], numel: int, *, divided: bool) -> None:
@@ -337,15 +332,6 @@ def refuse_settings(owner: str, way: Way, mesh_arguments: Mapping[str, Any] | No
         raise ValueError(f"{owner}(data_parallel_size={given!r}): {sizes}; leave it out.")
 
 
-def refuse_curves(owner: str, controller: Controller | None) -> None:
-    """Raise ValueError for a controller that compresses gradients of full parameters."""
-    if controller is not None and controller.needs.curves:
-        raise ValueError(
-            f"{owner}: {type(controller).__name__} compresses full gradients to see what each "
-            f"level costs, and a rank has shards of them; use Plan or Accordion."
-        )
-
-
 def refuse_errors(owner: str, compressor: Compressor, memory: Memory, given: bool) -> None:
     """Raise ValueError for a memory with state, unless given and stored in fewer bits.
 
@@ -357,29 +343,9 @@ def refuse_errors(owner: str, compressor: Compressor, memory: Memory, given: boo
         memory: as given, or the compressor's own.
         given: whether the user has asked for it.
     """
-    if not memory.buffers:
-        return
     width = 4.0 if memory.stored is None else memory.stored.bytes_per_element
-    width *= len(memory.buffers)
-    if given and memory.stored is not None and not memory.common:
-        return
-    price = (
-        f"errors of full parameters on every rank, {width:.3g} bytes for each parameter of the "
-        f"model. FSDP exists to save that memory"
-    )
-    narrow = "NarrowResidual('int8')"
-    if given:
-        raise ValueError(
-            f"{owner}(memory={memory}): it would keep {price}. Give memory={narrow} to pay 1.03 "
-            f"bytes, leave it out and use an unbiased compressor such as QSGD(8), or use "
-            f"CompressedHSDPStrategy, which keeps errors of shards."
-        )
-    raise ValueError(
-        f"{owner}({compressor.method}): this method feeds back its errors by {memory}. It "
-        f"would keep {price}. Give memory={narrow} to pay 1.03 bytes. Otherwise use an unbiased "
-        f"method such as QSGD(8), or CompressedHSDPStrategy, which keeps errors of shards. "
-        f"memory='none' drops the errors."
-    )
+    settings = {"compressor": compressor, "memory": memory, "given": given}
+    judge("FSDP's errors", owner, **settings, width=width * len(memory.buffers))
 
 
 def check_legs(
@@ -394,20 +360,12 @@ def check_legs(
         hops: in which gradients are exchanged.
         workers_per_node: as given.
     """
-    if gradients is None and weights is None:
-        raise ValueError(
-            f"{owner}(): it compresses gradients, weights, or both. Give "
-            f"gradients=QSGD(bits=4), weights=Int8(block_size=256), say."
-        )
     if hops not in (1, 2) or isinstance(hops, bool):
         raise ValueError(
             f"{owner}(hops={hops!r}): use 1, or 2 for within the node and then between nodes."
         )
-    if workers_per_node is not None and (hops == 1 or gradients is None):
-        raise ValueError(
-            f"{owner}(workers_per_node={workers_per_node!r}): it is for gradients in two hops. "
-            f"Give hops=2 and gradients too, or leave it out."
-        )
+    legs = {"gradients": gradients, "weights": weights}
+    judge("FSDP", owner, **legs, hops=hops, workers_per_node=workers_per_node)
 
 
 def check_verify(owner: str, verify: Any) -> None:

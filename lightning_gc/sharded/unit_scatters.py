@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_gc.compressors.base import Collective, Compressor
 from lightning_gc.compressors.joint import WholeCodec, limits_of, wire_of
 from lightning_gc.core import Bucket, Exchange, Flow, MeanShard, Payload, averaged, together
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.flow import undisturbed
 from lightning_gc.kernels import dispatch
 from lightning_gc.schemes import Scheme
@@ -82,22 +83,8 @@ class ReduceScatter(Scheme):
 
     def check(self, compressor: Compressor) -> None:
         """Refuse what has no payload for one worker alone."""
-        if isinstance(compressor.method, Collective):
-            raise ValueError(
-                f"{compressor} averages in its own rounds, after which every worker has the full "
-                f"mean, but each needs one shard of it, so a payload must be for one worker. Use "
-                f"QSGD(8), say."
-            )
-        if compressor.traits.needs_sums:
-            raise ValueError(
-                f"{compressor} needs per-tensor state and accumulated errors; FSDP shards have "
-                f"neither. Use QSGD(8), say."
-            )
-        if not compressor.traits.conserves:
-            raise ValueError(
-                f"The result of {compressor} is a vote, and what a shard's owner gets here is "
-                f"the mean of what was decoded. Use QSGD(8), say."
-            )
+        own_rounds = isinstance(compressor.method, Collective)
+        judge("FSDP's shards", compressor=compressor, own_rounds=own_rounds)
 
     def neighbours(self, workers: int) -> int:
         """Return L, or 1 where there is one hop."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_gc.control.control_loop import decision_of
 from lightning_gc.controllers import Controller, Decision, Needs, Observation
 from lightning_gc.controllers.base import KnobLike, State
+from lightning_gc.core.combinations import judge
 from lightning_gc.exchange.validation import make_controller
 from lightning_gc.sharded.unit_gathers import WeightSettings
 
@@ -87,29 +88,15 @@ def with_weights(
     if weights_controller is None:
         return controller
     weights_controller = make_controller(weights_controller, owner, "weights_controller")
-    said = f"{owner}(weights_controller={weights_controller})"
-    if settings is None:
-        raise ValueError(
-            f"{said}: weights are not compressed. Use weights=Uniform(8, block_size=64) too, or "
-            f"leave weights_controller out."
-        )
-    if settings.knob is None:
-        use = "Uniform(8, block_size=64)"
-        if settings.differences:
-            use = "WeightDifferences(Uniform(4, block_size=64))"
-        raise ValueError(
-            f"{said}: {settings.compressor.method} has no level. Use weights={use}, or leave "
-            f"weights_controller out."
-        )
-    if weights_controller.needs != Needs():
-        raise ValueError(
-            f"{said}: it measures gradients, their errors or their messages, which do not describe "
-            f"weights. Use Schedule, Plan or DynamicBitWidth."
-        )
-    if controller is not None and controller.needs.trace:
-        raise ValueError(
-            f"{said}: a trace is of one controller. Use {type(controller).__name__}(trace=''), or "
-            f"leave weights_controller out."
-        )
+    judge(
+        "weights_controller",
+        owner,
+        controller=weights_controller,
+        settings=settings,
+        measures=weights_controller.needs != Needs(),
+        other=controller,
+        of_gradients=type(controller).__name__,
+    )
+    assert settings is not None
     weights_controller.check(settings.knob)
     return BothKnobs(controller, weights_controller)

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.core.flow import undisturbed
+from lightning_gc.core.refusal import refuse
 from lightning_gc.engine import Engine
 from lightning_gc.local_steps import OuterSGD
 from lightning_gc.memories import Memory
@@ -80,15 +81,15 @@ class Lockstep:
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> Round:
         """Synchronise one gradient per worker, ``{name: tensor}``; the tensors do not change."""
         if len(gradients) != len(self.engines):
-            raise ValueError(
-                f"{len(self.engines)} workers, but {len(gradients)} gradients: give one per worker."
+            refuse(
+                f"{len(self.engines)} workers, but {len(gradients)} gradients: give one per worker"
             )
         shapes = {name: tuple(grad.shape) for name, grad in gradients[0].items()}
         for worker, named in enumerate(gradients):
             if {name: tuple(grad.shape) for name, grad in named.items()} != shapes:
-                raise ValueError(
+                refuse(
                     f"Worker {worker}'s gradients differ from worker 0's in name or shape; give "
-                    f"all workers equal ones."
+                    "all workers equal ones"
                 )
         flats = [torch.cat([grad.reshape(-1) for grad in named.values()]) for named in gradients]
         before = list(self.transport.sent_bytes)

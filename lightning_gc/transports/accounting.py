@@ -11,13 +11,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from lightning_gc.controllers.exchange_record import ExchangeRecord
+from lightning_gc.controllers.base import ExchangeRecord
 from lightning_gc.core import Flow, Request
 from lightning_gc.core.copies import Renewed
 from lightning_gc.core.flow import resume
 from lightning_gc.kernels import dispatch
 from lightning_gc.transports.base import Transport, same_layout
-from lightning_gc.transports.network_model import messages_sent
+from lightning_gc.transports.link import messages_sent
 
 KEPT = 64
 """Number of latest requests with kept bytes and seconds."""

@@ -84,6 +84,19 @@ def all_gather_bytes(nbytes: int, workers: int) -> int:
     return (workers - 1) * nbytes
 
 
+def uneven_gather_bytes(sizes: Sequence[int], worker: int) -> int:
+    """Return the bytes that a worker sends in a ring all-gather of messages of these sizes.
+
+    It sends all but the message of the next worker, which has that. So no worker sends more than
+    all messages together, however long one of them is.
+
+    Args:
+        sizes: of each worker's message, in bytes.
+        worker: the sending worker's index.
+    """
+    return sum(sizes) - sizes[(worker + 1) % len(sizes)]
+
+
 LENGTH_BYTES = 8
 
 

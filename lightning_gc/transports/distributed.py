@@ -33,8 +33,9 @@ from lightning_gc.transports.base import (
     laid_out,
     lengths_of,
     reduce_scatter_bytes,
+    uneven_gather_bytes,
 )
-from lightning_gc.transports.p2p import PIECE, swap, swap_of_unknown_lengths
+from lightning_gc.transports.p2p import PIECE, ring, swap, swap_of_unknown_lengths
 from lightning_gc.transports.peer_error import (
     MessageError,
     awaiting_peers,
@@ -89,9 +90,11 @@ class Distributed(Transport):
 
     Communication pattern:
         ``Mean`` is one all-reduce per dtype, ``Gather`` one all-gather, ``Exchange`` one
-        all-to-all, ``MeanShard`` one reduce-scatter. On the host tensors of a ``Mean`` of 1 MiB
-        or more have an all-reduce each, at the same time. An ``Exchange``, and a large
-        ``Gather`` of two workers, is sent point to point in pieces. Ragged payloads send their
+        all-to-all, ``MeanShard`` one reduce-scatter. Messages of a ``Gather`` that have different
+        lengths keep them: in a ring, point to point, on the host; with NCCL in a broadcast of each.
+        On the host tensors of a ``Mean`` of 1 MiB or more have an all-reduce each, at the same
+        time. An ``Exchange``, and a large ``Gather`` of two workers, is sent point to point in
+        pieces. Ragged payloads send their
         lengths, 8 bytes per tensor, unless all workers know them: first, in an all-gather or
         all-to-all, or, in an ``Exchange`` on the host, in front of each message. They end in a seal
         of 8 bytes, by which the host checks the lengths. Messages are multiples of 16 bytes, so
@@ -193,21 +196,34 @@ class Distributed(Transport):
             table = ours.new_empty(self.workers * len(own))
             _all_gather(table, ours, group=self.group)
             layouts = self._announced(table.view(self.workers, -1), own, limits)
-        longest = max(layout.nbytes for layout in layouts)
-        message = laid_out(own, limits).pack(own)
-        if message.numel() != longest:  # longer only if what it has announced was damaged
-            message = torch.nn.functional.pad(message, (0, longest - message.numel()))
-        gathered = message.new_empty(self.workers * longest)
-        rows = gathered.split(longest) if longest else [gathered] * self.workers
-        if message.device.type == "cpu" and self.workers == 2 and longest > PIECE:
-            swap([message] * 2, rows, self.group)
-        elif longest:
+        sizes = [layout.nbytes for layout in layouts]
+        message, nbytes = laid_out(own, limits).pack(own), sizes[self.worker]
+        if message.numel() != nbytes:  # what it has announced was damaged, and others expect that
+            message = torch.nn.functional.pad(message, (0, nbytes - message.numel()))
+        gathered = message.new_empty(sum(sizes))
+        rows = gathered.split(sizes)
+        on_host, uneven = message.device.type == "cpu", len(set(sizes)) > 1
+        if on_host and (uneven or (self.workers == 2 and nbytes > PIECE)):
+            ring(message, rows, self.group)
+        elif uneven:
+            self._broadcast_each(rows, message)
+        elif nbytes:
             _all_gather(gathered, message, group=self.group)
-        self.sent_bytes += all_gather_bytes(longest, self.workers)
+        self.sent_bytes += uneven_gather_bytes(sizes, self.worker)
         reply = _unpacked(layouts, rows)
         if isinstance(own, Packed) and message is own.message and message.device.type != "cpu":
             return Arrived.of(reply, gathered, message)
         return reply
+
+    def _broadcast_each(self, rows: Sequence[Tensor], message: Tensor) -> None:
+        """Gather messages of different sizes by NCCL: it starts a broadcast of each at once."""
+        if distributed_c10d.get_debug_level() != distributed_c10d.DebugLevel.DETAIL:
+            dist.all_gather(list(rows), message, group=self.group)
+            return
+        rows[self.worker].copy_(message)  # DETAIL refuses an all-gather of different sizes
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        for rank, row in zip(ranks, rows, strict=True):
+            dist.broadcast(row, rank, group=self.group)
 
     def _exchange(self, request: Exchange) -> Reply:
         if request.into is not None:

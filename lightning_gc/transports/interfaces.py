@@ -11,11 +11,13 @@ import contextlib
 import ctypes
 import ipaddress
 import os
+import re
 import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the name of Gloo's interface. Torch reads it for each new group."""
@@ -126,6 +128,28 @@ def address_towards(host: str, port: int = 9) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(there)
         return str(probe.getsockname()[0])
+
+
+def host_and_port(address: Any, owner: str, name: str = "address") -> tuple[str, int]:
+    """Return the parts of ``"host:port"``; ValueError, which names the setting, if it is none."""
+    host, _, port = str(address).rpartition(":")
+    known = isinstance(address, str) and is_host(host) and port.isascii() and port.isdecimal()
+    if not known or not 0 < int(port) < 1 << 16:
+        raise ValueError(
+            f"{owner}({name}={address!r}): give host and port, such as '10.0.0.1:29400', without "
+            f"a scheme or a path. A port is a number from 1 to 65535."
+        )
+    return host.strip("[]"), int(port)
+
+
+def is_host(host: str) -> bool:
+    """Return whether this may be a machine's name or address. An IPv6 one may be in brackets."""
+    if re.fullmatch(r"\w([\w.-]*[\w.])?", host):
+        return True
+    try:
+        return bool(ipaddress.IPv6Address(re.sub(r"\[(.*)\]", r"\1", host)))
+    except ValueError:
+        return False
 
 
 def announced_address(host: str) -> str:

@@ -3,24 +3,15 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from lightning_gc.controllers.exchange_record import ExchangeRecord
+from lightning_gc.controllers.base import ExchangeRecord
 from lightning_gc.core.settings import Settings
+from lightning_gc.transports.link import KINDS, Link, Rate, messages_sent
 
-KINDS = ("Mean", "Gather", "Exchange")
 Topology = Literal["parameter_server", "ring", "all_gather"]
-
-
-def messages_sent(kind: str, workers: int) -> int:
-    """Return the messages that one worker sends for a request: a ring takes two rounds to sum.
-
-    Args:
-        kind: ``"Mean"``, ``"Gather"``, ``"Exchange"`` or ``"MeanShard"``.
-        workers: W.
-    """
-    return (2 if kind == "Mean" else 1) * (workers - 1)
+_USUAL = 10.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +29,10 @@ class NetworkModel(Settings):
     One worker sends nothing: 0 seconds. A step is one request. Communication does not overlap with
     computation, and links are not shared.
 
+    If a link is slower in one direction, a message to the server and the one back each take their
+    own rate. In a ring or an all-gather every worker sends as much as it receives, both at the same
+    time. Then ``B`` is the slower direction's.
+
     Args:
         bandwidth_gbps: of a worker's link in each direction, in 10⁹ bits per second.
         latency_us: of one message, in microseconds.
@@ -47,15 +42,18 @@ class NetworkModel(Settings):
                 ``"Exchange"``.
         knee_bytes: bytes of a request that pass at once; only further bytes take time.
         schedule: pairs of a step and the bandwidth from it on, in ascending order of steps, for
-            controllers that follow a link; before the first, ``bandwidth_gbps``.
+            controllers that follow a link; before the first, ``bandwidth_gbps``. A pair of rates,
+            up and down, may stand for a bandwidth.
+        up_gbps: of what a worker sends, in place of ``bandwidth_gbps``; only with ``down_gbps``.
+        down_gbps: of what it receives.
 
     ``latencies_us``, ``knee_bytes`` and ``schedule`` affect ``request`` only: single requests as
     they are sent, a ring for means and all-gathers with any topology. ``seconds``, which the
-    monitor uses, always takes ``bandwidth_gbps``.
+    monitor uses, always takes the link's first rates.
 
     Raises:
-        ValueError: a bandwidth that is not above 0, a negative latency or knee, an unknown topology
-            or kind, a schedule that goes back.
+        ValueError: a bandwidth that is not above 0, one direction without the other, a negative
+            latency or knee, an unknown topology or kind, a schedule that goes back.
 
     Example:
         >>> from lightning_gc import NetworkModel
@@ -65,34 +63,48 @@ class NetworkModel(Settings):
         >>> ring = NetworkModel(latency_us=50, topology="ring")
         >>> round(ring.seconds(4, wire_bytes=2 * 3 * dense // 4), 4)
         0.0216
+        >>> home = NetworkModel(up_gbps=0.02, down_gbps=0.2, topology="ring")
+        >>> home.seconds(4, wire_bytes=500_000)  # the slower direction's
+        0.2
 
     Reference:
         The thesis that this library reproduces: a parameter server at 10 Gb/s without latency.
     """
 
-    bandwidth_gbps: float = 10.0
+    bandwidth_gbps: float = _USUAL
     latency_us: float = 0.0
     topology: Topology = "parameter_server"
     latencies_us: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     knee_bytes: float = 0.0
-    schedule: tuple[tuple[int, float], ...] = ()
+    schedule: tuple[tuple[int, float | Rate], ...] = ()
+    up_gbps: float | None = None
+    down_gbps: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.bandwidth_gbps < math.inf:
+        for name in ("bandwidth_gbps", "up_gbps", "down_gbps"):
+            given = getattr(self, name)
+            if given is not None and not 0 < given < math.inf:
+                raise ValueError(f"NetworkModel({name}={given!r}): give 10⁹ bits/s, above 0.")
+        both = (self.up_gbps, self.down_gbps)
+        if both != (None, None) and (None in both or self.bandwidth_gbps != _USUAL):
             raise ValueError(
-                f"NetworkModel(bandwidth_gbps={self.bandwidth_gbps!r}): give 10⁹ bits/s, above 0."
+                f"NetworkModel(bandwidth_gbps={self.bandwidth_gbps:g}, up_gbps={self.up_gbps}, "
+                f"down_gbps={self.down_gbps}): give bandwidth_gbps for both directions, or up_gbps "
+                f"and down_gbps, such as NetworkModel(up_gbps=0.02, down_gbps=0.2)."
             )
-        if not 0 <= self.latency_us < math.inf:
-            raise ValueError(
-                f"NetworkModel(latency_us={self.latency_us!r}): give microseconds, 0 or more."
-            )
+        for name, unit in (("latency_us", "microseconds"), ("knee_bytes", "bytes")):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"NetworkModel({name}={getattr(self, name)!r}): give {unit}, 0 or more."
+                )
         if self.topology not in get_args(Topology):
             known = ", ".join(map(repr, get_args(Topology)))
             raise ValueError(f"NetworkModel(topology={self.topology!r}): use one of {known}.")
         object.__setattr__(self, "latencies_us", tuple(dict(self.latencies_us).items()))  # hashable
-        object.__setattr__(self, "schedule", tuple((s, b) for s, b in self.schedule))
-        if not 0 <= self.knee_bytes < math.inf:
-            raise ValueError(f"NetworkModel(knee_bytes={self.knee_bytes!r}): give 0 or more.")
+        schedule = tuple(
+            (s, b if isinstance(b, int | float) else tuple(b)) for s, b in self.schedule
+        )
+        object.__setattr__(self, "schedule", schedule)
         for kind, latency in dict(self.latencies_us).items():
             if kind not in KINDS or not 0 <= latency < math.inf:
                 raise ValueError(
@@ -100,48 +112,84 @@ class NetworkModel(Settings):
                     f"{', '.join(KINDS)}, and a latency is 0 microseconds or more."
                 )
         steps = [step for step, _ in self.schedule]
-        if steps != sorted(set(steps)) or not all(0 < b < math.inf for _, b in self.schedule):
+        rates = [rate for _, given in self.schedule for rate in _both(given)]
+        if steps != sorted(set(steps)) or not all(0 < rate < math.inf for rate in rates):
             raise ValueError(
                 f"NetworkModel(schedule={self.schedule!r}): give pairs of a step and 10⁹ bits/s "
                 f"above 0, in ascending order of steps."
             )
 
-    def bandwidth_at(self, step: int) -> float:
-        """Return the bandwidth in a step, in 10⁹ bits per second."""
-        reached = [bandwidth for first, bandwidth in self.schedule if first <= step]
-        return reached[-1] if reached else self.bandwidth_gbps
+    @property
+    def link(self) -> Link:
+        """The link of a worker at first."""
+        up, down = self.up_gbps or self.bandwidth_gbps, self.down_gbps or self.bandwidth_gbps
+        return Link(up, self.latency_us, self.knee_bytes, down)
 
-    def request(self, kind: str, nbytes: float, workers: int, step: int = 0) -> ExchangeRecord:
-        """Return one request of a worker: ``α·messages + 8·max(bytes − knee, 0)/B`` seconds.
+    def link_at(self, step: int, kind: str = "") -> Link:
+        """Return the link in a step, for one kind of request."""
+        latency = dict(self.latencies_us).get(kind, self.latency_us)
+        link = replace(self.link, latency_us=latency)
+        reached = [_both(given) for first, given in self.schedule if first <= step]
+        return replace(link, gbps=reached[-1][0], down_gbps=reached[-1][1]) if reached else link
+
+    def request(
+        self,
+        kind: str,
+        nbytes: float,
+        workers: int,
+        step: int = 0,
+        received: float | None = None,
+    ) -> ExchangeRecord:
+        """Return one request: ``α·messages + 8·max(bytes − knee, 0)/B`` seconds.
 
         Args:
             kind: ``"Mean"``, ``"Gather"`` or ``"Exchange"``.
-            nbytes: that the worker sends in all.
+            nbytes: that the worker sends in all which sends most.
             workers: W.
             step: in which, by the schedule.
+            received: that the worker receives which receives most; None: as many.
         """
-        messages = messages_sent(kind, workers)
-        latency = dict(self.latencies_us).get(kind, self.latency_us)
-        slow = max(nbytes - self.knee_bytes, 0.0) if workers > 1 else 0.0
-        seconds = messages * latency * 1e-6 + 8 * slow / (self.bandwidth_at(step) * 1e9)
+        messages, link = messages_sent(kind, workers), self.link_at(step, kind)
+        seconds = link.seconds(messages, nbytes, received) if messages else 0.0
         return ExchangeRecord(messages, nbytes, seconds)
 
     def seconds(self, workers: int, message_bytes: float = 0, wire_bytes: float = 0) -> float:
-        """Return the estimated seconds of communication of one step, at ``bandwidth_gbps``.
+        """Return the estimated seconds of communication of one step.
 
         Args:
             workers: ``W``.
             message_bytes: ``M``, bytes of one worker's message, counted once.
             wire_bytes: ``S``, bytes that it sends for that on a ring; only for ``"ring"``.
         """
-        if workers == 1:
+        link, others = replace(self.link, knee_bytes=0.0), workers - 1
+        if not others:
             return 0.0
-        nbytes, hops = {
-            "parameter_server": (2 * message_bytes, 2),
-            "ring": (wire_bytes, 2 * (workers - 1)),
-            "all_gather": ((workers - 1) * message_bytes, workers - 1),
-        }[self.topology]
-        return 8 * nbytes / (self.bandwidth_gbps * 1e9) + hops * self.latency_us * 1e-6
+        if self.topology == "parameter_server":
+            return link.seconds(1, message_bytes, 0.0) + link.seconds(1, 0.0, message_bytes)
+        if self.topology == "ring":
+            return link.seconds(2 * others, wire_bytes)
+        return link.seconds(others, others * message_bytes)
+
+
+def _both(given: float | Rate) -> Rate:
+    return (given, given) if isinstance(given, int | float) else given
+
+
+def rates(text: str, whose: str) -> Rate:
+    """Return 10⁹ bits per second up and down, of ``"1gbit"`` or ``"20mbit/200mbit"``.
+
+    Args:
+        text: as written; one rate is that of both directions.
+        whose: as for ``rate``, which refuses what is none.
+
+    Example:
+        >>> rates("1gbit", "--link "), rates("20mbit/200mbit", "--link ")
+        ((1.0, 1.0), (0.02, 0.2))
+    """
+    both = re.fullmatch(r"([^/]*)/\s*(\d.*)", text.strip())
+    if both is None:
+        return _both(rate(text, whose))
+    return rate(both[1], whose), rate(both[2], whose)
 
 
 def rate(text: str, whose: str) -> float:

@@ -28,12 +28,12 @@ class WaitError(RuntimeError):
     """One message was not received or sent.
 
     Attributes:
-        peer: the other worker.
+        whom: who was to send or to receive it.
     """
 
-    def __init__(self, peer: int, error: RuntimeError) -> None:
+    def __init__(self, whom: str, error: RuntimeError) -> None:
         super().__init__(str(error))
-        self.peer = peer
+        self.whom = whom
 
 
 def is_from_backend(error: BaseException) -> bool:
@@ -56,7 +56,7 @@ def explained(
         workers: W.
         since: when it began, by ``time.monotonic``.
     """
-    waiting = f" waiting for worker {error.peer}" if isinstance(error, WaitError) else ""
+    waiting = f" waiting for {error.whom}" if isinstance(error, WaitError) else ""
     when = f" after {time.monotonic() - since:.1f} s{waiting}, in {during}"
     why = peers_in_words(error, operation, worker, workers, when)
     return PeerError(f"{why} The backend says: {error}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_gc.controllers.exchange_record import ExchangeRecord
+from lightning_gc.controllers.base import ExchangeRecord
 from lightning_gc.core import Exchange, Flow, Gather, Mean, MeanShard, Reply, Request, averaged
 from lightning_gc.core.flow import described, resume, undisturbed
 from lightning_gc.transports.accounting import (
@@ -28,6 +28,7 @@ from lightning_gc.transports.base import (
     laid_out,
     lengths_of,
     reduce_scatter_bytes,
+    uneven_gather_bytes,
 )
 from lightning_gc.transports.network_model import NetworkModel
 from lightning_gc.transports.peer_error import MessageError
@@ -44,6 +45,7 @@ class Simulated:
         sent_bytes: per worker, the bytes that ``Distributed`` would have sent.
         node_bytes: per worker, those that it counts apart.
         requested: kind of the last request, such as ``"Mean"``.
+        busiest: the most bytes that a worker sent in it, and the most that one received.
         message_bytes: per worker, the bytes of its messages, each counted once for all receivers.
     """
 
@@ -56,6 +58,8 @@ class Simulated:
         self.node_bytes = [0] * workers
         self.message_bytes = [0] * workers
         self.requested = ""
+        self.busiest = (0, 0)
+        self._arrived: list[int] = []  # per worker, the bytes of the last ``Exchange``
 
     @undisturbed()
     def run(
@@ -83,15 +87,21 @@ class Simulated:
                 lap(DECODE, worker)
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
-        first = requests[0]
-        self.requested = type(first).__name__
+        first, before = requests[0], self.sent_bytes
+        self.requested, self.sent_bytes = type(first).__name__, [*before]
         if isinstance(first, Mean):
-            return self._mean([r for r in requests if isinstance(r, Mean)])
-        if isinstance(first, Gather):
-            return self._gather([r for r in requests if isinstance(r, Gather)])
-        if isinstance(first, Exchange):
-            return self._exchange([r for r in requests if isinstance(r, Exchange)])
-        return self._mean_shard([r for r in requests if isinstance(r, MeanShard)])
+            replies = self._mean([r for r in requests if isinstance(r, Mean)])
+        elif isinstance(first, Gather):
+            replies = self._gather([r for r in requests if isinstance(r, Gather)])
+        elif isinstance(first, Exchange):
+            replies = self._exchange([r for r in requests if isinstance(r, Exchange)])
+        else:
+            replies = self._mean_shard([r for r in requests if isinstance(r, MeanShard)])
+        sent = [now - then for now, then in zip(self.sent_bytes, before, strict=True)]
+        # In a ring the next worker receives what this one sends.
+        received = self._arrived if isinstance(first, Exchange) else sent
+        self.busiest = max(sent), max(received)
+        return replies
 
     def _mean(self, requests: Sequence[Mean]) -> list[Reply]:
         """Average in place: the requests' tensors are consumed."""
@@ -123,7 +133,7 @@ class Simulated:
     def _gather(self, requests: Sequence[Gather]) -> list[Reply]:
         first = requests[0]
         own = [laid_out(r.tensors, r.limits).nbytes for r in requests]
-        size, lengths = max(own), 0
+        lengths = 0
         if first.limits is not None:
             for sender, r in enumerate(requests):
                 check_lengths(lengths_of(r.tensors), first.tensors, first.limits, sender)
@@ -134,20 +144,26 @@ class Simulated:
                     )
             if first.lengths is None:
                 lengths = LENGTH_BYTES * len(first.tensors)
-                size += lengths
         for sender, nbytes in enumerate(own):
             self.message_bytes[sender] += nbytes + lengths
-        self._count(all_gather_bytes(size, self.workers))
+            self.sent_bytes[sender] += uneven_gather_bytes(own, sender)
+        self._count(all_gather_bytes(lengths, self.workers))
         return [[list(r.tensors) for r in requests] for _ in requests]
 
     def _exchange(self, requests: Sequence[Exchange]) -> list[Reply]:
-        first = requests[0]
+        first, lengths = requests[0], 0
+        if first.limits is not None:
+            lengths = all_gather_bytes(LENGTH_BYTES * len(first.payloads[0]), self.workers)
+        sizes = [[laid_out(p, first.limits).nbytes for p in r.payloads] for r in requests]
+        self._arrived = [
+            by_leg(column, receiver, self.per_node)[0] + lengths
+            for receiver, column in enumerate(zip(*sizes, strict=True))
+        ]
         for sender, r in enumerate(requests):
-            sizes = [laid_out(p, first.limits).nbytes for p in r.payloads]
-            nbytes, within = by_leg(sizes, sender, self.per_node)
+            nbytes, within = by_leg(sizes[sender], sender, self.per_node)
+            nbytes += lengths
             self.node_bytes[sender] += within
             if first.limits is not None:
-                nbytes += all_gather_bytes(LENGTH_BYTES * len(r.payloads[0]), self.workers)
                 for own, payload in zip(first.payloads, r.payloads, strict=True):
                     check_lengths(lengths_of(payload), own, first.limits, sender)
             self.sent_bytes[sender] += nbytes
@@ -202,7 +218,6 @@ class Ledger:
         self.compute = Stopwatch()
         self.pages = [Page(self, worker) for worker in range(workers)]
         self.phases = Stopwatch()
-        self._sent = 0  # bytes before this request, of the worker that has sent most
 
     def run(self, flows: Sequence[Flow], device: torch.device) -> None:
         self.phases.start(device)
@@ -212,10 +227,9 @@ class Ledger:
     def timed(self, flows: Sequence[Flow]) -> dict[str, float]:
         """Run one flow per worker; return phase -> seconds of worker 0, which no step has."""
         apart = Ledger(self.transport.workers, self.network, self.transport.per_node)
-        apart.transport, apart._sent = self.transport, self._sent  # which counts the bytes
+        apart.transport = self.transport  # which counts the bytes
         apart.step, apart.phases.timing = self.step, True
         apart.run(flows, self.phases.device)
-        self._sent = apart._sent
         return apart.seconds() | ({COMMUNICATE: apart.communicated} if self.network else {})
 
     def seconds(self) -> dict[str, float]:
@@ -235,9 +249,8 @@ class Ledger:
 
     def _lap(self, phase: str, worker: int | None) -> None:
         if phase == COMMUNICATE and self.network is not None:
-            sent, kind = max(self.transport.sent_bytes), self.transport.requested
-            record = self.network.request(kind, sent - self._sent, len(self.pages), self.step)
-            self._sent = sent
+            kind, (sent, received) = self.transport.requested, self.transport.busiest
+            record = self.network.request(kind, sent, len(self.pages), self.step, received)
             self.communicated += record.seconds
             if self.exchanges is not None:
                 self.exchanges.append(record)

@@ -17,6 +17,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from lightning_gc.core import notices
+from lightning_gc.core.refusal import refuse
 from lightning_gc.methods.method import DENSE, Method
 from lightning_gc.tuning import failure_detector
 from lightning_gc.tuning.experiment import Experiment
@@ -228,9 +229,9 @@ def _unique(methods: Iterable[Method | str]) -> list[Method]:
     names = [method.name for method in wanted]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(
+            refuse(
                 f"Two methods are called {name!r}, so their trials would be mixed. Give one "
-                f"another name, such as Method({name + '_2'!r}, {name!r}, ...)."
+                f"another name, such as Method({name + '_2'!r}, {name!r}, ...)"
             )
     if DENSE not in names:
         wanted.insert(0, Method(DENSE))

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import optuna
 
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 from lightning_gc.methods import yaml_config
 from lightning_gc.methods.method import DENSE, Method, check_budget
@@ -83,58 +85,40 @@ class Experiment(Settings):
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+", self.name):
-            raise ValueError(f"Experiment(name={self.name!r}): use letters and digits.")
+            refuse("Experiment", "use letters and digits", name=self.name)
         choices = {"mode": ("min", "max"), "sampler": ("tpe", "random")}
         choices |= {"objective": ("metric", "pareto"), "pruner": ("median", "none")}
         for setting, allowed in choices.items():
             value = getattr(self, setting)
             if value not in allowed:
-                raise ValueError(f"{setting}={value!r}: use {' or '.join(map(repr, allowed))}.")
+                refuse(f"{setting}={value!r}: use {' or '.join(map(repr, allowed))}")
         for setting in ("trials", "workers", "devices"):
             if getattr(self, setting) < 1:
-                raise ValueError(f"{setting}={getattr(self, setting)}: must be at least 1.")
+                refuse(f"{setting}={getattr(self, setting)}: must be at least 1")
         if self.patience is not None and self.patience < 1:
-            raise ValueError(f"patience={self.patience}: count epochs, 1 or more.")
+            refuse(f"patience={self.patience}: count epochs, 1 or more")
         if self.warmup < 0:
-            raise ValueError(f"warmup={self.warmup}: count epochs, 0 or more.")
+            refuse(f"warmup={self.warmup}: count epochs, 0 or more")
         if not self.seeds:
-            raise ValueError("seeds=(): give one or more, such as (0, 1, 2).")
+            refuse("seeds=(): give one or more, such as (0, 1, 2)")
         if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout}: give seconds above 0, such as 3600.")
+            refuse(f"timeout={self.timeout}: give seconds above 0, such as 3600")
         check_budget(self.budget)
-        if self.budget is not None and self.objective == "pareto":
-            raise ValueError(
-                f"budget={self.budget:g} with objective='pareto': a Pareto front has all budgets. "
-                f"Leave the budget out, or use objective='metric'."
-            )
-        self._check_devices()
+        groups = hasattr(os, "killpg")
+        judge("Experiment", of=self, has_groups=groups, platform=sys.platform)
         self.check_trainer(self.trainer)
-
-    def _check_devices(self) -> None:
-        if self.workers > 1 and self.devices > 1:
-            both = f"workers={self.workers} simulated and devices={self.devices} real"
-            raise ValueError(f"{both}: give one of the two.")
-        if self.devices > 1 and not hasattr(os, "killpg"):
-            raise ValueError(
-                f"devices={self.devices} needs os.killpg to end a run's processes, which "
-                f"{sys.platform} lacks. Tune on Linux, or use workers={self.devices} simulated."
-            )
 
     def check_trainer(self, trainer: Mapping[str, Any]) -> None:
         """Refuse arguments of the Trainer that tuning sets itself, or that clash with workers."""
         for name in RESERVED:
             if trainer.get(name) is not None:
-                raise ValueError(
+                refuse(
                     f"trainer.{name}={trainer[name]!r}: tuning sets it from the experiment's "
-                    f"workers and devices. Remove it."
+                    "workers and devices. Remove it"
                 )
-        given = trainer.get("accumulate_grad_batches") or 1
-        if self.workers > 1 and given != 1 and given % self.workers:
-            raise ValueError(
-                f"accumulate_grad_batches={given} with workers={self.workers}: all workers need "
-                f"equally many micro-batches in a step. Use 1, or a multiple of {self.workers}. "
-                f"For {given} micro-batches of each worker write {self.workers * given}."
-            )
+        batches = trainer.get("accumulate_grad_batches") or 1
+        every = self.workers * batches
+        judge("Trainer of an experiment", of=self, batches=batches, all_batches=every)
 
     def budget_of(self, method: Method) -> float | None:
         """Return the bytes that a worker may send in a run, or None without a limit."""
@@ -176,7 +160,7 @@ def load_experiment(
     trainer = yaml_config.mapping("trainer", sections.get("trainer"), "max_epochs: 8")
     devices = trainer.pop("devices", 1)
     if not isinstance(devices, int):
-        raise ValueError(f"trainer.devices={devices!r}: tuning needs a number.")
+        refuse(f"trainer.devices={devices!r}: tuning needs a number")
     parts = {name: sections.get(name) for name in ("model", "data")} | {"trainer": trainer}
     build = yaml_config.YAMLBuild(parts, parse_all(settings.pop("space")))
     build.check()

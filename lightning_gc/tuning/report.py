@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from optuna.storages import BaseStorage
 
 from lightning_gc.compressors import COMPRESSORS
+from lightning_gc.core.refusal import refuse
 from lightning_gc.methods import plot_style, text_table
 from lightning_gc.methods.method import DENSE
 from lightning_gc.tuning.final_runs import RETURNED
@@ -149,13 +150,13 @@ def find_studies(
     is_path = not isinstance(storage, BaseStorage) and "://" not in str(storage)
     # open_storage would create a missing journal: here the path is mistyped.
     if is_path and not Path(str(storage)).is_file():
-        raise ValueError(f"The journal {storage} does not exist. lightning-gc tune makes one.")
+        refuse(f"The journal {storage} does not exist. lightning-gc tune makes one")
     storage = open_storage(storage)
     names = optuna.get_all_study_names(storage=storage)
     held = sorted({name.partition("/")[0] for name in names if "/" in name})
     it_holds = f"It holds {', '.join(held) or 'none'}"
     if not experiment and len(held) != 1:
-        raise ValueError(f"Name the experiment to report on. {it_holds}.")
+        refuse(f"Name the experiment to report on. {it_holds}")
     experiment = experiment or held[0]
     studies = {
         name.partition("/")[2]: optuna.load_study(study_name=name, storage=storage)
@@ -163,7 +164,7 @@ def find_studies(
         if name.startswith(f"{experiment}/")
     }
     if not studies:
-        raise ValueError(f"The storage holds no experiment {experiment!r}. {it_holds}.")
+        refuse(f"The storage holds no experiment {experiment!r}. {it_holds}")
     return experiment, studies
 
 
@@ -180,9 +181,7 @@ def write(out: Path, experiment: str, studies: Studies) -> list[Path]:
         files[out / "tables" / f"{name}.csv"] = table.to_csv().encode()
     there = [file for file in files if file.exists()]
     if there and not (page.is_file() and page.read_bytes().startswith(_HEAD.encode())):
-        raise ValueError(
-            f"{there[0]} is not of a report and would be overwritten. Give another folder."
-        )
+        refuse(f"{there[0]} is not of a report and would be overwritten. Give another folder")
     for file, content in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)

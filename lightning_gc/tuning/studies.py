@@ -13,6 +13,7 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import given_fields, path_of
 from lightning_gc.methods.method import Method
 from lightning_gc.methods.parameter_space import PREFIXES, as_json
@@ -206,10 +207,10 @@ def check_rules(study: str, known: Any, asked: Mapping[str, Any]) -> None:
     old, new = dict(_leaves(known)), dict(_leaves(asked))
     other = [path for path in old | new if old.get(path) != new.get(path)]
     if other:
-        raise ValueError(
+        refuse(
             f"The study {study!r} exists with {_said(other, old)}, but is requested with "
             f"{_said(other, new)}, so trials would not compare. Change the settings back, or give "
-            f"the experiment another name or storage."
+            "the experiment another name or storage"
         )
 
 

@@ -13,7 +13,7 @@ import optuna
 
 from lightning_gc.flavours import public_class
 from lightning_gc.lightning.ddp import CompressedDDP
-from lightning_gc.lightning.local_steps_strategy import LocalSteps
+from lightning_gc.lightning.local_steps_strategy import RealLocalSteps
 from lightning_gc.lightning.monitor import Monitor
 from lightning_gc.lightning.simulation.ddp import SimulatedDDP
 from lightning_gc.lightning.simulation.simulated_local_steps import SimulatedLocalSteps
@@ -62,7 +62,7 @@ def fit(
     rounds = method.suggest_rounds(trial)
     real, simulated = public_class(CompressedDDP), public_class(SimulatedDDP)
     if rounds is not None:
-        real, simulated = public_class(LocalSteps), public_class(SimulatedLocalSteps)
+        real, simulated = public_class(RealLocalSteps), public_class(SimulatedLocalSteps)
         parts |= rounds.arguments
     if experiment.devices > 1:
         strategy = real(compressor, start_method="spawn", **parts)

@@ -53,11 +53,14 @@ def is_late(law: str, case: Case) -> bool:
 
     One worker, and three, whose shards differ in length, show what goes wrong with two or four as
     well. In schemes, which share the work out, two and three do, and all four numbers get the same
-    bits. Means are rounded to bfloat16 whatever the memory, and not for a worker alone. What one
+    bits. A bound is measured for one number of elements: each takes up to 64 draws of eight
+    tensors. Means are rounded to bfloat16 whatever the memory, and not for a worker alone. What one
     worker loses shows in ``test_combinations.py``. What rounds means is one line of the engine, so
     one compressor of each kind meets it by day.
     """
     workers, rounded = case.get("workers"), case.get("dtype") == torch.bfloat16
+    if law == "test_3_keeps_its_bound":
+        return case["numel"] != 221
     if "scheme" in case:
         return law.startswith("test_1") and workers in (1, 4)
     if law == "test_nothing_is_lost":

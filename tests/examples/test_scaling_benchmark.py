@@ -12,8 +12,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scaling
 import scaling_plot
 
-from lightning_gc.advice.alpha_beta import Link, communication, dense, exchange
-from lightning_gc.advice.traces import Asked, Pattern, Trace, pattern, sent, trace
+from lightning_gc.advice.traces import Asked, Pattern, Trace, dense, pattern, trace
+from lightning_gc.transports.link import Link, alike
 
 SHAPES = {"weight": (64, 96), "bias": (96,)}
 
@@ -31,12 +31,12 @@ SHAPES = {"weight": (64, 96), "bias": (96,)}
 def test_volumes_are_what_the_transport_counts(compressor, scheme: Scheme) -> None:
     traces = [trace(compressor, scheme, SHAPES, workers, 1) for workers in (3, 4, 6, 8)]
     for each in traces:
-        assert sent(each) == pytest.approx(each.sent, rel=0.01)  # the last shard may be shorter
+        assert each.nbytes == pytest.approx(each.sent, rel=0.01)  # the last shard may be shorter
         assert len(each.seconds) == len(each.asked) + 1
         assert all(second > 0 for second in each.seconds)
     found = pattern(traces)
     assert abs(found.volume_error) < 0.05
-    assert sent(found.at(5)) == pytest.approx(
+    assert found.at(5).nbytes == pytest.approx(
         trace(compressor, scheme, SHAPES, 5, 1).sent, rel=0.05
     )
 
@@ -77,14 +77,14 @@ def test_seconds_on_a_link() -> None:
     assert str(link) == "1 Gbit/s"
     assert str(Link(0.1, 0)) == "100 Mbit/s"
     # 1 MB among 5: 8 messages of 0.2 MB in a ring, at 8 ns a byte.
-    assert dense(1_000_000, 5, link) == pytest.approx(8 * (100e-6 + 200_000 * 8e-9))
+    links = alike(link)
+    assert dense(1_000_000, 5).takes(links) == pytest.approx(8 * (100e-6 + 200_000 * 8e-9))
     gather = Trace(5, (Asked("Gather", 1000),), (0.25, 0.5))
-    assert communication(gather, link) == pytest.approx(4 * (100e-6 + 1000 * 8e-9))
-    assert exchange(gather, link) == pytest.approx(0.75 + communication(gather, link))
-    ragged = Trace(5, (Asked("Exchange", 1000, lengths=16),), ())
-    assert communication(ragged, link) == pytest.approx(4 * (100e-6 + 1016 * 8e-9))
-    ahead = Trace(5, (Asked("Gather", 1000, lengths=16),), ())
-    assert communication(ahead, link) == pytest.approx(8 * 100e-6 + 4 * 1016 * 8e-9)
+    assert gather.takes(links) == pytest.approx(0.75 + 4 * (100e-6 + 1000 * 8e-9))
+    ragged = Asked("Exchange", 1000, lengths=16)
+    assert ragged.takes(5, links) == pytest.approx(4 * (100e-6 + 1016 * 8e-9))
+    ahead = Asked("Gather", 1000, lengths=16)
+    assert ahead.takes(5, links) == pytest.approx(8 * 100e-6 + 4 * 1016 * 8e-9)
 
 
 def test_nothing_becomes_negative() -> None:

@@ -20,7 +20,6 @@ import yaml
 from lightning_gc import cli
 from lightning_gc.advice import session
 from lightning_gc.advice.advising import Advice, show, verdict_line
-from lightning_gc.advice.alpha_beta import Link, LinkByKind
 from lightning_gc.advice.prediction import WHOLE, Prediction, Situation, pieces_for, predict
 from lightning_gc.advice.report import Verdict, strategy_section
 from lightning_gc.advice.session import Session
@@ -28,6 +27,7 @@ from lightning_gc.advice.traces import Asked, Trace
 from lightning_gc.bench.baselines import FP16, PLAIN
 from lightning_gc.controllers import Chain, Fixed, Plan
 from lightning_gc.exchange.timeline import Module
+from lightning_gc.transports.link import Link, alike
 from lightning_gc.transports.network_model import rate
 from lightning_gc.tuning import Method
 from tests.processes.test_bench import CONFIG, LOCAL, Line
@@ -210,7 +210,6 @@ def advice(verdict: Verdict | None = None) -> Advice:
             for piece in pieces
         ]
 
-    link = Link(0.1, 100.0)
     situation = Situation(
         Module(0.05, 0.1, 0.01),
         tuple(map(str, range(10))),
@@ -220,7 +219,7 @@ def advice(verdict: Verdict | None = None) -> Advice:
         {WHOLE: traces(1.0), "cast": traces(0.5)},
         WHOLE,
         2,
-        LinkByKind(link, link, link),
+        alike(Link(0.1, 100.0)),
     )
     rows = tuple(predict(situation, {}))
     seconds = {"cast": 1.0, PLAIN: 2.0} if verdict else {}

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import os
 import re
 import shutil
@@ -13,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import lightning_gc
 from lightning_gc import cli
+from lightning_gc.advice.link_probe import directions
+from lightning_gc.transports import Distributed
 from tests.support.processes import ROOT, hold_port, run_in_processes
 
 LINK = re.compile(r"Link: ([\d.]+) ([GM])bit/s .* a round trip takes ([\d.]+) ms")
@@ -46,7 +50,8 @@ def test_two_equal_machines() -> None:
     assert "Ready to train" in page
     assert LINK.search(page), page
     assert "Next: lightning-gc advise" in page
-    for name in ("host name", "Gloo announces", "wire format", "vector instructions", "numba"):
+    names = ("host name", "Gloo announces", "wire format", "vector instructions", "numba")
+    for name in (*names, "sends", "receives"):
         assert re.search(rf"^{name} ", page, re.MULTILINE), name
     assert "Checked. The page is in machine 0's output." in said
     assert "host name" not in said
@@ -76,13 +81,28 @@ by_night = [
 HOSTS = f"127.0.0.1 localhost\n127.0.1.1 {os.uname().nodename}\n"
 
 
+def rates(worker: int) -> list[tuple[float, float]]:
+    """Return what each worker's directions are, as one of several finds it on loopback."""
+    dist.init_process_group("gloo", rank=worker, world_size=3)
+    found = directions(Distributed(), torch.device("cpu"), 1.0)
+    dist.destroy_process_group()
+    return found
+
+
+def test_three_workers_agree_on_the_rates_of_each() -> None:
+    first, *others = run_in_processes(rates, 3)
+    assert others == [first, first]
+    assert len(first) == 3
+    assert all(0 < rate < math.inf for both in first for rate in both)
+
+
 @contextlib.contextmanager
-def debian(mbit: float = 0.0, delay_ms: float = 0.0) -> Iterator[list[str]]:
+def debian(mbit: float = 0.0, delay_ms: float = 0.0, down: float = 0.0) -> Iterator[list[str]]:
     """Yield two namespaces where the machine's name means 127.0.1.1."""
     sys.path.insert(0, str(ROOT / "benchmarks"))  # where scripts are run
     from namespaces import Link, network
 
-    with network(2, Link(mbit, delay_ms)) as spaces, contextlib.ExitStack() as ends:
+    with network(2, Link(mbit, delay_ms, down_mbit=down)) as spaces, contextlib.ExitStack() as ends:
         for space in spaces:
             folder = Path("/etc/netns", space)
             folder.mkdir(parents=True)
@@ -140,6 +160,14 @@ class TestByNight:
         words = " ".join(page.split())
         assert "has the address 127.0.1.1, which other machines cannot reach." in words
         assert "Plain DDP needs `export GLOO_SOCKET_IFNAME=gc0`." in words
+
+    def test_a_way_in_that_is_slower(self) -> None:
+        with debian(200, down=20) as spaces:
+            (code, page), (other, _) = on_each(spaces, CHECK)
+        assert code == other == cli.OK, page
+        rate, unit, _ = LINK.search(page).groups()  # type: ignore[union-attr]
+        assert unit == "M"
+        assert float(rate) == pytest.approx(20, rel=0.25)  # a port drops what waits too long
 
     def test_a_blocked_port(self) -> None:
         with debian() as spaces:

@@ -15,13 +15,12 @@ import torch
 
 from lightning_gc import QSGD, Elastic, LocalSteps, Roll
 from lightning_gc.attachment.plain_torch_local_steps import StepCount
-from lightning_gc.controllers import Fixed
+from lightning_gc.elastic.rendezvous import Rendezvous
+from lightning_gc.elastic.roll import BEAT, NEAR, Called, Entrance, Round, entry_of
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
 )
-from lightning_gc.local_steps.rendezvous import Rendezvous
-from lightning_gc.local_steps.roll import BEAT, NEAR, Called, Entrance, Round, entry_of
 from tests.soak.elastic import Run
 from tests.support.elastic import Job, Stream, batches, replay, start, step_of, train
 from tests.support.fitting import quiet_trainer, unwarned
@@ -324,21 +323,6 @@ def test_a_loop_that_goes_on_elsewhere_has_the_rates_of_the_others() -> None:
     count.schedulers = (falling,)
     count.go_on_from(5)
     assert (count.steps, falling.get_last_lr()) == (5, [0.125])
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"delay": 1}, "waits for the result"),
-        ({"fragments": 2}, "exchanges all weights"),
-        ({"controller": Fixed(0.1)}, "begin at unlike times"),
-        ({"verify": 1}, "compare their results anyway"),
-        ({"scheme": "hierarchical"}, "fixed number of workers"),
-    ],
-)
-def test_what_elastic_rounds_cannot_obey_is_refused(settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        LocalStepsStrategy("topk", elastic=Elastic("127.0.0.1:1"), **settings)
 
 
 SECONDS = (-1, -0.5, inf, nan, 1e10, True, None, timedelta(seconds=9), (5,))

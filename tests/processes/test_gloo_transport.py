@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lightning_gc import (
     CSER,
@@ -37,6 +38,7 @@ from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Distributed, Recording, distributed
 from lightning_gc.transports.base import all_reduce_bytes
 from lightning_gc.transports.distributed import broadcast_text, gather_text
+from lightning_gc.transports.p2p import PIECE
 from tests.support.instances import ALL, ALL_MEMORIES, ONE_EACH, schemes_for
 from tests.support.processes import run_in_processes
 
@@ -181,6 +183,23 @@ def requests(worker: int, workers: int) -> None:
     )
     assert [len(first) for first, _ in ragged] == list(range(workers))
     assert all(second.tolist() == [1, 1] for _, second in ragged)
+
+    # Each at its own length, of several pieces, and none is sent twice to anybody.
+    elements = [(PIECE // 4 * 10 if i == workers - 1 else PIECE // 4) - i for i in range(workers)]
+    own = torch.arange(elements[worker]) % 251 + worker
+    sizes = [-(-numel // 16) * 16 + 16 for numel in elements]  # padding and seal
+    before = transport.sent_bytes
+    for sender, (values,) in enumerate(transport.fulfil(Gather((own.byte(),), (PIECE * 10,)))):
+        assert torch.equal(values, (torch.arange(elements[sender]) % 251 + sender).byte())
+    announced = 8 * (workers - 1)
+    after = sizes[(worker + 1) % workers]
+    assert transport.sent_bytes - before - announced == sum(sizes) - after
+
+    rows = [torch.zeros(i, dtype=torch.uint8) for i in range(workers)]
+    c10d = distributed_c10d
+    with mock.patch.object(c10d, "get_debug_level", return_value=c10d.DebugLevel.DETAIL):
+        transport._broadcast_each(rows, torch.full_like(rows[worker], worker))
+    assert [row.tolist() for row in rows] == [[i] * i for i in range(workers)]
 
     nothing = transport.fulfil(Gather((torch.empty(0),), (10,)))
     assert [len(payload[0]) for payload in nothing] == [0] * workers

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback
 
-from lightning_gc import TopK, Unequal
+from lightning_gc import TopK
 from lightning_gc.core.digest import ReplicaError
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
@@ -193,9 +193,6 @@ def fit_uneven(rank: int, job: Job) -> Any:
     [
         ({"island": 0}, "give the number of processes"),
         ({"island": True}, "give the number of processes"),
-        ({"island": 2, "unequal": Unequal()}, "unlike speeds"),
-        ({"island": 2, "ddp_comm_hook": print}, "in a group of their own"),
-        ({"find_unused_parameters": True}, "nothing is wrapped here"),
     ],
 )
 def test_what_an_island_cannot_have_is_refused(settings: dict[str, Any], why: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from lightning_gc import Roll
 from lightning_gc.cli import FAILED
-from lightning_gc.local_steps.roll import Ended, Entrance, Round, line_of
+from lightning_gc.elastic.roll import Ended, Entrance, Round, line_of
 from tests.support.elastic import Job, replay, start, step_of
 from tests.support.processes import ROOT, hold_port
 

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc import AtomoSVD, Elastic, LocalSteps, PowerSGD, RandomK, TopK, attach
 from lightning_gc.compressors import Compressor
 from lightning_gc.core import message
+from lightning_gc.elastic.rendezvous import Rendezvous
+from lightning_gc.elastic.roll import differing
 from lightning_gc.exchange import Synchronizer, Workers, configure, kernel_compilation
 from lightning_gc.kernels import dispatch
 from lightning_gc.lightning.fabric_for_pytorch_lightning import CompressedFabricStrategy
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
-from lightning_gc.local_steps.rendezvous import Rendezvous
-from lightning_gc.local_steps.roll import differing
 from lightning_gc.transports import distributed
 from lightning_gc.transports.base import lengths_of
 from tests.support.fitting import fit
@@ -74,7 +74,7 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
         if worker == 1 and differs == "kernels":
             patch.setattr(dispatch, "in_words", lambda used, device: "Triton 3.2.0")
         if worker == 1 and differs == "format":
-            patch.setattr(distributed, "FORMAT", 4)
+            patch.setattr(distributed, "FORMAT", 5)
         if worker == 1 and differs == "former format":  # without a number, and with other padding
             patch.setattr(distributed, "_announcement", lengths_of)
             patch.setattr(distributed, "_lengths_in", lambda announced, sender: announced)
@@ -116,9 +116,9 @@ def test_a_difference_is_harmless_or_refused() -> None:
 def test_workers_of_another_wire_format_name_each_other() -> None:
     """Before a message, whose size they would not agree on; the former version too."""
     first, second = run_in_processes(meet, 2)
-    ours = "Worker 1 sends messages of another wire format than 3. Install the same version"
+    ours = "Worker 1 sends messages of another wire format than 4. Install the same version"
     assert all(ours in text for text in first)
-    assert "Worker 0 sends messages of another wire format than 4" in second[0]
+    assert "Worker 0 sends messages of another wire format than 5" in second[0]
     assert "Worker 0 announces" in second[1]
     assert "elements where at most" in second[1]
 

@@ -21,7 +21,7 @@ trainer = Trainer(strategy=strategy, max_steps=3, accelerator="cpu", **quiet)
 trainer.fit(BoringModel())
 with dispatch._locked() as mine:
     print(mine(), trainer.global_step)
-from lightning_gc.local_steps.roll_file import RollFile
+from lightning_gc.elastic.roll_file import RollFile
 from lightning_gc.tuning.experiment import Experiment
 from pathlib import Path
 for refused in (

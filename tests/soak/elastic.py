@@ -2,10 +2,12 @@
 
     python -m tests.soak.elastic --rounds 300 --seed 0
     python -m tests.soak.elastic --rounds 60 --islands 2
+    python -m tests.soak.elastic --rounds 60 --folder
 
 A run passes if all workers that were neither killed nor told to leave end in time with the same
 weights, no process is left, and simulated workers that take part as the roll says end with the same
 bits. With islands of several processes a fault hits one of them, and all of a killed one's end.
+In a folder the worker that decides is killed where else the rendezvous is restarted.
 """
 
 import argparse
@@ -24,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gc import Roll
-from lightning_gc.local_steps.rendezvous import serve
+from lightning_gc.elastic.rendezvous import serve
 from tests.soak.launch import children
-from tests.support.elastic import Job, replay, start, step_of
+from tests.support.elastic import Job, decider, replay, start, step_of, write_roll
 from tests.support.processes import hold_port, preloaded
 
 FAULTS = ("kill", "stop", "term", "join", "restart", "damage")
@@ -77,17 +79,20 @@ class Run:
         rounds: of the run.
         workers: at first.
         island: processes of each worker.
+        within: URL of the folder where workers meet; None: at a rendezvous. ``{}``: this run's.
     """
 
-    def __init__(self, seed: int, rounds: int, workers: int, island: int = 1) -> None:
+    def __init__(
+        self, seed: int, rounds: int, workers: int, island: int = 1, within: str | None = None
+    ) -> None:
         self.draw, self.seen = random.Random(seed), Seen()
         self.least = min(3, workers)  # members when a fault hits one
         self.folder = Path(tempfile.mkdtemp(prefix="elastic"))
         self._held = hold_port()
-        port = self._held.getsockname()[1]
         self.roll = self.folder / "roll.jsonl"
+        self.meeting = None if within is None else within.format(self.folder / "meeting")
         self.job = Job(
-            port,
+            self.meeting or self._held.getsockname()[1],
             str(self.folder),
             steps=4 * rounds,
             every=4,
@@ -99,7 +104,7 @@ class Run:
             island=island,
             elastic={
                 "secret": "soak",
-                "roll": str(self.roll),
+                "roll": None if within else str(self.roll),
                 "patience": 40.0,
                 "timeout": 5.0,
                 "min_workers": self.least - 1,
@@ -107,7 +112,7 @@ class Run:
         )
         self.processes: dict[str, Any] = {}
         self.gone: set[str] = set()  # killed, or told to leave
-        self.server = self._rendezvous()
+        self.server = None if within else self._rendezvous()
         self._names = iter(f"w{index}" for index in range(1000))
         for _ in range(workers):
             self.join()
@@ -123,6 +128,8 @@ class Run:
 
     def _note_times(self) -> None:
         while not self._over.wait(0.005):
+            if self.meeting is not None:
+                write_roll(self.meeting, "soak", self.roll)
             lines = self.roll.read_text().splitlines() if self.roll.exists() else []
             for line in lines[len(self.times) :]:
                 with contextlib.suppress(ValueError):
@@ -163,6 +170,13 @@ class Run:
             os.kill(pid, signal.SIGSTOP)
             time.sleep(self.draw.choice((0.3, 2.0, 8.0)))
             os.kill(pid, signal.SIGCONT)
+        elif fault == "restart" and self.server is None:
+            decides = decider(self.meeting, "soak")
+            here = [name for name in self.living if decides in self.processes[name].pids]
+            for name in here:
+                self.gone.add(name)
+                os.kill(decides, signal.SIGKILL)
+                self.join()
         elif fault == "restart":
             self.server.kill()
             self.server.join()
@@ -206,7 +220,7 @@ class Run:
             self._check()
         finally:
             self._over.set()
-            for process in (*self.processes.values(), self.server):
+            for process in (*self.processes.values(), *filter(None, [self.server])):
                 process.kill()
                 process.join()
             self._held.close()
@@ -254,12 +268,14 @@ def main(words: list[str]) -> int:
     parser.add_argument("--workers", type=int, help="at first (default: 3, or 2 islands)")
     parser.add_argument("--islands", type=int, default=1, help="processes of a worker (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
+    help_ = "URL where workers meet, {} for the run's folder (default: they meet at a rendezvous)"
+    parser.add_argument("--folder", nargs="?", const="{}", help=help_)
     options = parser.parse_args(words)
     total, bad = Seen(), 0
     seed = options.seed
     while total.rounds < options.rounds:
         workers = options.workers or (3 if options.islands == 1 else 2)
-        run = Run(seed, options.of_a_run, workers, options.islands)
+        run = Run(seed, options.of_a_run, workers, options.islands, options.folder)
         seen = run.play(options.faults)
         total.rounds += max(seen.rounds, 1)
         total.repeated += seen.repeated

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_gc import COMPRESSORS, Elastic, LocalSteps, OuterSGD, Roll
+from lightning_gc.elastic.channel import Channel
+from lightning_gc.elastic.objects import Objects
+from lightning_gc.elastic.roll import Verdict, entry_of, line_of
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
 )
-from lightning_gc.local_steps.channel import Channel
 from tests.support.fitting import digest, quiet_trainer
 from tests.support.processes import hold_port, preloaded
 
@@ -35,7 +37,7 @@ class Job:
     """How a worker trains; equal for all workers of a run.
 
     Attributes:
-        port: of the rendezvous.
+        port: of the rendezvous, or the folder where they meet.
         folder: for what workers leave.
         steps: optimizer steps.
         every: H.
@@ -50,7 +52,7 @@ class Job:
         elastic: further settings of ``Elastic``.
     """
 
-    port: int
+    port: int | str
     folder: str
     steps: int = 40
     every: int = 4
@@ -167,7 +169,8 @@ def train(
         format="%(asctime)s %(message)s",
     )
     terms = {"grace": 1.0, "timeout": 4.0, "patience": 60.0} | job.elastic
-    elastic = Elastic(f"127.0.0.1:{job.port}", **terms)
+    where = job.port if isinstance(job.port, str) else f"127.0.0.1:{job.port}"
+    elastic = Elastic(where, **terms)
     made = (
         by_loop(job, name, elastic, resume)
         if plain
@@ -241,6 +244,27 @@ def replay(job: Job, roll: Roll) -> dict[str, Any]:
         for number, engine in zip(roll.numbers, strategy.engines, strict=True)
     }
     return made
+
+
+def write_roll(meeting: str, secret: str, path: Path) -> None:
+    """Add the rounds that the log of a folder has, and the file of the roll has not."""
+    known = _OBSERVED.setdefault(path, (Objects(meeting, secret), [0]))
+    objects, place = known
+    with path.open("a") as file:
+        while (body := objects.get(f"log/{place[0]:08d}")) is not None:
+            place[0] += 1
+            for entry in map(entry_of, json.loads(body)):
+                if isinstance(entry, Verdict) and entry.record is not None:
+                    file.write(line_of(entry.record))
+
+
+_OBSERVED: dict[Path, tuple[Objects, list[int]]] = {}
+
+
+def decider(meeting: str | None, secret: str) -> int:
+    """Return the process that holds the lease of a folder; 0: none does."""
+    body = Objects(str(meeting), secret).get("keeper")
+    return 0 if body is None else int(json.loads(body)["box"].split("-")[-2])
 
 
 def _main(

@@ -1,5 +1,6 @@
 """What the fork server imports once for all worker processes."""
 
+import gc
 import pkgutil
 
 import hypothesis
@@ -27,3 +28,6 @@ torch.set_num_threads(1)
 for _family in pkgutil.iter_modules(host.__path__):
     dispatch.compiled(torch.ones(1), _family.name)
 torch.set_num_threads(_threads)
+# A worker's collector would look through all that is imported, and copy the pages that it touches.
+gc.collect()
+gc.freeze()

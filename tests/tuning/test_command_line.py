@@ -187,7 +187,7 @@ def test_a_rendezvous_that_is_terminated_says_so(
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(
-        "lightning_gc.local_steps.rendezvous.serve",
+        "lightning_gc.elastic.rendezvous.serve",
         lambda *_, **__: signal.raise_signal(signal.SIGTERM),
     )
     assert run("rendezvous") == cli.TERMINATED
@@ -277,7 +277,7 @@ def test_a_wrong_request_is_refused_before_torch_is_imported(folder: Path) -> No
 
 
 def test_the_families_of_the_help_are_those_of_the_catalogue() -> None:
-    assert ("start", *FAMILIES) == cli.LISTED
+    assert ("start", *FAMILIES, "combinations") == cli.LISTED
 
 
 def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,7 +360,7 @@ def test_a_reader_that_stops_reading_gets_no_traceback(words: list[str]) -> None
 def test_a_port_in_use_is_a_failure_that_names_the_process(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_gc.local_steps.rendezvous.TAKEN", 0.1)
+    monkeypatch.setattr("lightning_gc.elastic.rendezvous.TAKEN", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other:
         words = ("rendezvous", "--port", str(other.getsockname()[1]))
         assert run(*words) == cli.FAILED

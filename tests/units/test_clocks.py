@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -28,12 +28,13 @@ from lightning_gc.controllers import (
     Point,
 )
 from lightning_gc.controllers.trace import append, replay
-from lightning_gc.core.flow import Flow, Gather, Mean
+from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, Request
 from lightning_gc.exchange.peers import Peers
 from lightning_gc.transports.accounting import KEPT, Recording
 from lightning_gc.transports.base import Transport
-from lightning_gc.transports.network_model import messages_sent
-from lightning_gc.transports.simulated import Ledger
+from lightning_gc.transports.link import messages_sent
+from lightning_gc.transports.network_model import Topology
+from lightning_gc.transports.simulated import Ledger, Simulated
 from tests.support.controlled_workers import CPU, Training
 
 
@@ -293,7 +294,8 @@ def test_requests_of_a_network() -> None:
         1.0, 100.0, latencies_us={"Gather": 30.0}, knee_bytes=1000, schedule=((5, 2.0), (9, 0.5))
     )
     assert hash(network) == hash(replace(network))
-    assert [network.bandwidth_at(step) for step in (0, 4, 5, 8, 9, 99)] == [1, 1, 2, 2, 0.5, 0.5]
+    rates = [network.link_at(step).gbps for step in (0, 4, 5, 8, 9, 99)]
+    assert rates == [1, 1, 2, 2, 0.5, 0.5]
     record = network.request("Mean", 126_000, 3, 5)
     assert (record.messages, record.nbytes) == (4, 126_000)
     assert record.seconds == pytest.approx(4e-4 + 5e-4)
@@ -309,10 +311,70 @@ def test_requests_of_a_network() -> None:
         assert fast <= slow
 
 
+def test_a_network_with_two_directions() -> None:
+    home = NetworkModel(up_gbps=0.02, down_gbps=0.2, schedule=((5, 0.1), (9, (0.2, 0.02))))
+    assert hash(home) == hash(replace(home))
+    ups = [(link.gbps, link.down_gbps) for link in map(home.link_at, (0, 5, 9))]
+    assert ups == [(0.02, 0.2), (0.1, 0.1), (0.2, 0.02)]
+    assert home.request("Gather", 25_000, 4).seconds == pytest.approx(0.01)
+    assert home.request("Gather", 2_500, 4, received=75_000).seconds == pytest.approx(0.003)
+    assert home.request("Gather", 2_500, 4, 9, received=75_000).seconds == pytest.approx(0.03)
+    # The server gets a message at one rate, and sends one back at the other.
+    assert home.seconds(4, message_bytes=25_000) == pytest.approx(0.01 + 0.001)
+    ring, gather = (replace(home, topology=name) for name in ("ring", "all_gather"))  # type: ignore[arg-type]
+    assert ring.seconds(4, 25_000, 40_000) == pytest.approx(8 * 40_000 / 2e7)
+    assert gather.seconds(4, 25_000) == pytest.approx(3 * 8 * 25_000 / 2e7)
+    for name in get_args(Topology):
+        one = NetworkModel(up_gbps=0.1, down_gbps=0.1, latency_us=30.0, topology=name)
+        other = NetworkModel(0.1, 30.0, name)
+        assert one.seconds(3, 1e6, 2e6) == other.seconds(3, 1e6, 2e6)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "busiest"),
+    [
+        # Each sends its own message to all others, and receives the others'.
+        ([160, 16, 16, 16], {"Exchange": (3 * 160, 160 + 2 * 16)}),
+        ([16, 16, 16, 16], {"Exchange": (3 * 16, 3 * 16), "Gather": (3 * 16, 3 * 16)}),
+    ],
+)
+def test_what_the_busiest_worker_sends_and_receives(
+    lengths: list[int], busiest: dict[str, tuple[int, int]]
+) -> None:
+    transport = Simulated(4)
+    payloads = [(torch.zeros(n, dtype=torch.uint8),) for n in lengths]
+    made: dict[str, list[Request]] = {
+        "Exchange": [Exchange((payload,) * 4) for payload in payloads],
+        "Gather": [Gather(payload) for payload in payloads],
+    }
+    for kind, expected in busiest.items():
+        transport.fulfil(made[kind])
+        assert (transport.requested, transport.busiest) == (kind, expected)
+    transport.fulfil([Mean((torch.zeros(8),)) for _ in range(4)])
+    assert transport.busiest == (48, 48), "a ring"
+
+
+def test_the_clock_of_a_simulation_knows_the_direction() -> None:
+    """One worker sends ten times as much: at 20 kB a second up, or down."""
+    long, short = (torch.zeros(n, dtype=torch.uint8) for n in (160_000, 16_000))
+    for rates, seconds in (((16e-5, 1.0), 3 * 160 / 20), ((1.0, 16e-5), (160 + 2 * 16) / 20)):
+        ledger = Ledger(4, NetworkModel(up_gbps=rates[0], down_gbps=rates[1]))
+
+        def flow(own: torch.Tensor) -> Flow:
+            yield Exchange(((own,),) * 4, (len(long),))
+
+        ledger.run([flow(long), *(flow(short) for _ in range(3))], torch.device("cpu"))
+        assert ledger.communicated == pytest.approx(seconds, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({"knee_bytes": -1.0}, "give 0 or more"),
+        ({"up_gbps": 0.02}, r"give bandwidth_gbps for both directions, or up_gbps and down_gbps"),
+        ({"bandwidth_gbps": 1.0, "up_gbps": 0.02, "down_gbps": 0.2}, "for both directions, or"),
+        ({"up_gbps": 0.0, "down_gbps": 0.2}, r"up_gbps=0\.0\): give 10⁹ bits/s, above 0"),
+        ({"schedule": ((5, (1.0, 0.0)),)}, "above 0"),
+        ({"knee_bytes": -1.0}, "give bytes, 0 or more"),
         ({"latencies_us": {"gather": 1.0}}, "kinds are Mean, Gather, Exchange"),
         ({"latencies_us": {"Mean": -1.0}}, "0 microseconds or more"),
         ({"schedule": ((5, 1.0), (3, 1.0))}, "in ascending order"),

@@ -405,7 +405,6 @@ PYTHONS_WORDS = {
     "Curve",
     "Decision",
     "ExchangeRecord",
-    "FittedLink",
     "LocalSteps",
     "Sender",
     "Needs",

@@ -7,20 +7,15 @@ import pytest
 import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_gc import (
-    EF21,
     QSGD,
-    AllReduce,
     Cast,
     CompressedDDPStrategy,
     CompressionMonitor,
     ErrorFeedback,
     HardThreshold,
     Identity,
-    MomentumCorrection,
-    NoMemory,
     PerParameter,
     Quantised,
     RandomK,
@@ -63,19 +58,6 @@ nan, inf = float("nan"), float("inf")
         (lambda: PerParameter("topk"), "'topk'", "TopK(0.01)"),  # type: ignore[arg-type]
         (lambda: Identity().at(0.5), "0.5", "no knob"),
         (lambda: TopK().at(nan), "nan", "give a number"),
-        (lambda: Lockstep(2, TopK(), scheme=AllReduce()), "TopK(0.01)", "AllGather()"),
-        (lambda: Lockstep(2, QSGD(), memory=MomentumCorrection()), "QSGD", "NoMemory()"),
-        (
-            lambda: Lockstep(2, VarianceCriterion(), memory=NoMemory()),
-            "NoMemory()",
-            "ErrorFeedback()",
-        ),
-        (
-            lambda: Lockstep(2, VarianceCriterion(), memory=EF21()),
-            "EF21()",
-            "ErrorFeedback()",
-        ),
-        (lambda: Lockstep(2, VarianceCriterion(), scheme=TwoShot()), "TwoShot()", "AllGather()"),
         (
             lambda: Lockstep(2, Quantised(VarianceCriterion(), QSGD(4)), scheme=TwoShot()),
             "TwoShot()",
@@ -88,16 +70,6 @@ nan, inf = float("nan"), float("inf")
         (lambda: CompressedDDPStrategy(TopK(), seed="7"), "seed='7'", "whole number"),  # type: ignore[arg-type]
         (lambda: CompressedDDPStrategy(TopK(), controller=1), "controller=1", "Fixed(0.01)"),  # type: ignore[arg-type]
         (lambda: CompressedDDPStrategy(TopK(), scheme="all_reduce"), "AllReduce()", "AllGather()"),
-        (
-            lambda: CompressedDDPStrategy(TopK(), ddp_comm_hook=fp16_compress_hook),
-            "ddp_comm_hook",
-            "Remove ddp_comm_hook",
-        ),
-        (
-            lambda: CompressedDDPStrategy(TopK(), mixed_precision=object()),
-            "mixed_precision",
-            "bf16-mixed",
-        ),
         (lambda: pack(torch.zeros(1, dtype=torch.int64), 0), "bits=0", "1..56"),
     ],
 )

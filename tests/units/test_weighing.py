@@ -69,6 +69,19 @@ def test_simulated_workers_weigh_by_the_networks_model() -> None:
     assert topk < uncompressed
 
 
+@pytest.mark.parametrize("rates", [(1e-5, 1e-4), (1e-4, 1e-5), (1e-5, 1e-5)])
+def test_the_scheme_is_weighed_too(rates: tuple[float, float]) -> None:
+    """Of four workers, two rounds send half of what an all-gather sends, whichever way is slow."""
+    twice = {"in two rounds": TopK(0.1), "in one": TopK(0.1)}
+    made = Training(4, Menu(twice, schemes={"in two rounds": "two_shot"}), shape=(64, 64))
+    made.ledger = Ledger(4, NetworkModel(up_gbps=rates[0], down_gbps=rates[1]))
+    made.workers.accounts = made.ledger.pages
+    made.step(np.random.default_rng(0).standard_normal((4, 4096)))
+    found = weigh(made.workers, Peers(True, CPU, timed=made.ledger.timed))
+    seconds = {choice.name: choice.step_seconds for choice in found.candidates}
+    assert seconds["in two rounds"] < seconds["in one"] - 1.0
+
+
 def test_while_kernels_compile_nothing_is_weighed_and_the_seconds_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -27,6 +27,7 @@ from lightning_gc.core import (
     payload_validation,
     together,
 )
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.saved_state import NOTHING
 from lightning_gc.kernels.dispatch import used_here
 
@@ -60,7 +61,7 @@ class LowRank(BatchedCollective):
     def __post_init__(self) -> None:
         check_rank(type(self).__name__, self.rank)
         if not self.min_ratio >= 0 or self.dense_steps < 0:
-            raise ValueError(f"{self}: min_ratio and dense_steps must be at least 0.")
+            refuse(f"{self}", "min_ratio and dense_steps must be at least 0")
 
     @abc.abstractmethod
     def basis(self, p: Tensor) -> Tensor:
@@ -199,7 +200,7 @@ def check_rank(name: str, rank: float) -> None:
     """Raise ValueError unless the rank is a number of columns."""
     if not 1 <= rank < math.inf or rank != int(rank):
         said = f"{name}(rank={rank!r})"
-        raise ValueError(f"{said}: the rank is a number of columns, 1 or more; use 2.")
+        refuse(said, "the rank is a number of columns, 1 or more; use 2")
 
 
 def sides(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.low_rank.factorisation import LowRank
+from lightning_gc.core.refusal import refuse
 
 _LEAST = 1e-12  # below, float32's rounding of both factors would be seen in their product
 
@@ -68,10 +69,8 @@ class GradZip(LowRank):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not _LEAST <= self.regulariser < float("inf"):
-            raise ValueError(
-                f"GradZip(regulariser={self.regulariser!r}): it prevents a division by zero and "
-                f"must be at least {_LEAST:g}; use 1e-8."
-            )
+            why = f"it prevents a division by zero and must be at least {_LEAST:g}; use 1e-8"
+            refuse("GradZip", why, regulariser=self.regulariser)
 
     def basis(self, p: Tensor) -> Tensor:
         """Scale the longest column to length 1. In float64 squares of 1e30 are numbers."""

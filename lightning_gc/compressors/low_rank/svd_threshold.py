@@ -12,6 +12,7 @@ from lightning_gc.compressors.base import AbsoluteError, Knob, Traits, Waits
 from lightning_gc.compressors.low_rank.factorisation import sides
 from lightning_gc.compressors.low_rank.singular_triplets import SingularTriplets
 from lightning_gc.core import Bucket, Range
+from lightning_gc.core.refusal import refuse
 
 _LARGEST = 2.0**16  # times the threshold: above that length float32's rounding might reach it
 _ROUNDING = 2.0**-4  # in thresholds: see bound
@@ -67,10 +68,8 @@ class SVDThreshold(SingularTriplets):
 
     def __post_init__(self) -> None:
         if not 1e-37 <= self.threshold <= 1e38:
-            raise ValueError(
-                f"SVDThreshold(threshold={self.threshold!r}): the least singular value that is "
-                f"sent must be in 1e-37..1e38; use 0.1, say."
-            )
+            why = "the least singular value that is sent must be in 1e-37..1e38; use 0.1, say"
+            refuse("SVDThreshold", why, threshold=self.threshold)
 
     def smaller(self, shape: tuple[int, ...], triplets: int | None) -> bool:
         return triplets is None or triplets * sum(sides(shape)) < math.prod(shape)

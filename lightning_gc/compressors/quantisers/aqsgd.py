@@ -12,6 +12,7 @@ from lightning_gc.compressors.quantisers import integer_sums
 from lightning_gc.compressors.quantisers.blockwise_codes import BITS, BLOCK_SIZES, check_block_size
 from lightning_gc.core import Bucket, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.quantise import in_blocks
 
 _SAMPLE = 4096  # elements by which levels are chosen, about
@@ -70,10 +71,8 @@ class AQSGD(Codec):
 
     def __post_init__(self) -> None:
         if self.bits not in range(2, 9):
-            raise ValueError(
-                f"AQSGD(bits={self.bits!r}): bits counts the sign and must be a whole number in "
-                f"2..8; use 3, say."
-            )
+            why = "bits counts the sign and must be a whole number in 2..8; use 3, say"
+            refuse("AQSGD", why, bits=self.bits)
         check_block_size("AQSGD", self.block_size)
 
     @property

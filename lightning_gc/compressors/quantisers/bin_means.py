@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_gc.compressors.base import Contraction, Knob, Traits
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, BlockwiseCodes
 from lightning_gc.core import Range
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.blocks import RANGE, BlockCode
 from lightning_gc.kernels.signs import in_pairs
 
@@ -63,9 +64,7 @@ class BinMeans(BlockwiseCodes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits not in range(1, 5):
-            raise ValueError(
-                f"BinMeans(bits={self.bits!r}): use a whole number in 1..4, such as 2 for 4 bins."
-            )
+            refuse("BinMeans", "use a whole number in 1..4, such as 2 for 4 bins", bits=self.bits)
 
     @property
     def numbers(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -16,6 +16,7 @@ from lightning_gc.compressors.base import Codec, Contraction, Knob, Traits, Vari
 from lightning_gc.compressors.joint import CodecScheme, JointCodec, WholeCodec, joint_of
 from lightning_gc.core import Bucket, Choice, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.blocks import BlockCode
 from lightning_gc.kernels.dispatch import compiled, fused
 from lightning_gc.kernels.quantise import dequantise, in_blocks, largest, pieces, quantise
@@ -181,7 +182,7 @@ def check_block_size(name: str, block_size: int) -> None:
     """Raise ValueError unless the block size is a number of elements."""
     if block_size < 1 or block_size != int(block_size):
         said = f"{name}(block_size={block_size!r})"
-        raise ValueError(f"{said}: a block needs a whole number of elements, at least 1; use 512.")
+        refuse(said, "a block needs a whole number of elements, at least 1; use 512")
 
 
 class Blockwise8Bit(BlockwiseCodes):
@@ -223,7 +224,7 @@ class BlockwiseLevels(Codec):
         check_bits(name, self.bits)
         check_block_size(name, self.block_size)
         if self.norm not in ("max", "l2"):
-            raise ValueError(f"{name}(norm={self.norm!r}): use 'max' or 'l2'.")
+            refuse(name, "use 'max' or 'l2'", norm=self.norm)
 
     @property
     def whole(self) -> WholeCodec:

@@ -19,6 +19,7 @@ from lightning_gc.compressors.joint import (
     joint_of,
 )
 from lightning_gc.core import Bucket, Choice, Field, Payload, Wire
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.dispatch import compiled, family, fused
 from lightning_gc.kernels.quantise import add_bfloat16, round_to_bfloat16
 
@@ -58,7 +59,7 @@ class Cast(Codec):
         # Many will pass a torch.dtype; YAML, hparams and repr can only hold a string.
         name = str(self.dtype).removeprefix("torch.")
         if name not in _TYPES:
-            raise ValueError(f"Cast(dtype={self.dtype!r}): use 'bfloat16' or 'float16'.")
+            refuse("Cast", "use 'bfloat16' or 'float16'", dtype=self.dtype)
         object.__setattr__(self, "dtype", name)
 
     @property

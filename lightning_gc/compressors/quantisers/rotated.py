@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_gc.compressors.base import Bound, Codec, Traits, Waits
 from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.core import Bucket, Choice, Payload, Wire
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels import splitmix
 
 
@@ -72,10 +73,8 @@ class Rotated(Codec):
                 f"QSGD(2), say. Wrappers go around Rotated."
             )
         if self.size not in [2**i for i in range(1, 17)]:
-            raise ValueError(
-                f"Rotated(size={self.size!r}): a Hadamard matrix of a power of two in 2..65,536 "
-                f"elements is needed; use 1024."
-            )
+            why = "a Hadamard matrix of a power of two in 2..65,536 elements is needed; use 1024"
+            refuse("Rotated", why, size=self.size)
         object.__setattr__(self, "quantiser", inner)
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseLevels
+from lightning_gc.core.refusal import refuse
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,7 @@ class Uniform(BlockwiseLevels):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(
-                f"Uniform(rounding={self.rounding!r}): use 'nearest', or 'stochastic' as in QSGD."
-            )
+            refuse("Uniform", "use 'nearest', or 'stochastic' as in QSGD", rounding=self.rounding)
 
     @classmethod
     def examples(cls) -> tuple[Uniform, ...]:

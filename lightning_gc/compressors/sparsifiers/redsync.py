@@ -12,6 +12,7 @@ from lightning_gc.compressors.base import Waits
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import ThresholdEstimator
 from lightning_gc.core import payload_validation
+from lightning_gc.core.refusal import refuse
 
 _AT_ONCE = 3  # halvings beside the host, for one wait
 
@@ -47,10 +48,8 @@ class RedSync(ThresholdEstimator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.tolerance < 1:
-            raise ValueError(
-                f"RedSync(tolerance={self.tolerance!r}): it is the length of an interval within "
-                f"0..1 and must be above 0; use 0.001."
-            )
+            why = "it is the length of an interval within 0..1 and must be above 0; use 0.001"
+            refuse("RedSync", why, tolerance=self.tolerance)
 
     @property
     def waits(self) -> Waits:

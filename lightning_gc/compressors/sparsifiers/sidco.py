@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.sparsifiers.topk_selection import ThresholdEstimator
 from lightning_gc.core import payload_validation
+from lightning_gc.core.refusal import refuse
 
 _FIRST = 0.25  # the share that every stage but the last lets through
 
@@ -54,9 +55,9 @@ class SIDCo(ThresholdEstimator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fit not in ("exponential", "pareto", "gamma"):
-            raise ValueError(f"SIDCo(fit={self.fit!r}): use 'exponential', 'pareto' or 'gamma'.")
+            refuse("SIDCo", "use 'exponential', 'pareto' or 'gamma'", fit=self.fit)
         if self.stages < 1 or self.stages != int(self.stages):
-            raise ValueError(f"SIDCo(stages={self.stages!r}): use a whole number, at least 1.")
+            refuse("SIDCo", "use a whole number, at least 1", stages=self.stages)
 
     def threshold(self, magnitudes: Tensor, k: int) -> Tensor:
         wanted = k / magnitudes.numel()

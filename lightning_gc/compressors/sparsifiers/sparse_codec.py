@@ -131,11 +131,8 @@ class Counted(Protocol):
     @property
     def number(self) -> Payload: ...
 
-    def encode(self, lengths: Sequence[tuple[int, int]], worker: int) -> Payload:
-        """Return the payload (values, coded positions) of this worker.
-
-        ``lengths`` has an entry for the payload of each worker.
-        """
+    def encode(self, lengths: tuple[int, int]) -> Payload:
+        """Return the payload (values, coded positions), of these lengths."""
 
 
 class Encoded(NamedTuple):
@@ -156,7 +153,7 @@ class Encoded(NamedTuple):
         )
         return (number.to(device, non_blocking=True),)
 
-    def encode(self, lengths: Sequence[tuple[int, int]], worker: int) -> Payload:
+    def encode(self, lengths: tuple[int, int]) -> Payload:
         return self.payload
 
 
@@ -190,7 +187,7 @@ class JointSelection(JointCodec, WholeSelection):
         counts = torch.cat([reply[0] for reply in replies])
         numbers = self._read(counts, bucket)
         lengths = [(number, elias_fano.coded_bytes(number, numel)) for number in numbers]
-        payload = counted.encode(lengths, bucket.worker)
+        payload = counted.encode(lengths[bucket.worker])
         if bucket.pending is not None:  # else it has been noted
             self.note(payload, numel, bucket)
         payloads = yield Gather(payload, limits_of(self, numel), lengths)

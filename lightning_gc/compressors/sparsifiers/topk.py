@@ -14,6 +14,7 @@ from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, by_table
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.core import Bucket
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.sparse import Row, Rule, Selection
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,7 +37,7 @@ class TopK(DensitySparsifier, SparseCodec):
             it, it is multiplied by 0.8, four times at most; if more than k do, the k largest of
             those are sent. So c, which differs between workers and steps, is 0.8·k to k, except
             on extremely heavy tails and with fewer nonzero elements. Payload lengths then go
-            ahead, and an all-gather pads to the longest.
+            ahead.
 
     At density 1 % a sent element takes 40.6 bits, 24.6 with bfloat16.
 
@@ -60,10 +61,8 @@ class TopK(DensitySparsifier, SparseCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.value_dtype not in _DTYPES:
-            raise ValueError(
-                f"TopK(value_dtype={self.value_dtype!r}): use 'float32' or 'bfloat16'. float16 "
-                f"would lose gradients below 6e-8 for good."
-            )
+            why = "use 'float32' or 'bfloat16'. float16 would lose gradients below 6e-8 for good"
+            refuse("TopK", why, value_dtype=self.value_dtype)
         if self.selection not in ("exact", "sampled"):
             raise ValueError(
                 f"TopK(selection={self.selection!r}): use 'exact' for the k largest elements, or "

@@ -21,6 +21,7 @@ from lightning_gc.compressors.base import (
 from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.sparsifiers.topk import TopK
 from lightning_gc.core import Bucket, Payload, Structure, Wire
+from lightning_gc.core.refusal import refuse
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,8 @@ class Induced(Codec):
                 f"but Induced leaves no error; use TopK(0.01), for example."
             )
         if not second.traits.unbiased:
-            raise ValueError(
-                f"Induced(unbiased={second!r}): the codec is biased, so the result would be biased "
-                f"too; use QSGD(4), for example."
-            )
+            why = "the codec is biased, so the result would be biased too; use QSGD(4), for example"
+            refuse("Induced", why, unbiased=second)
         object.__setattr__(self, "biased", first)
         object.__setattr__(self, "unbiased", second)
 

@@ -19,12 +19,14 @@ from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.sparsifiers.topk import TopK
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Flow, Structure, Wire
+from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.core.saved_state import NOTHING, Leaf, Record
 from lightning_gc.core.settings import short
 
 _SIZE = 1 << 20
-"""Elements of a square matrix: its payloads put the compressors in order."""
+"""Elements of the square matrix by whose payload the compressors are put in order."""
 _OWNER = "method of the menu"
 """Entry of a parameter's state: the name of the compressor to which the state belongs."""
 
@@ -62,9 +64,10 @@ def _nbytes(compressor: Compressor) -> float:
 class Menu(Compressor):
     """Choose among compressors: one of them works, and a controller may choose another one.
 
-    At a choice each bit is as with that compressor alone: it has its own default scheme, and sends
-    small tensors as it would alone. Errors are kept when the choice changes, and the next
-    compressor sends them. A compressor's own state, such as PowerSGD's last factors, is dropped.
+    At a choice each bit is as with that compressor alone: it has the scheme that ``schemes`` names
+    or its default one, and sends small tensors as it would alone. Errors are kept when the choice
+    changes, and the next compressor sends them. A compressor's own state, such as PowerSGD's last
+    factors, is dropped.
 
     The level is the place of the choice in ascending order of the bytes of a matrix of 2^20
     elements, from 1. Controllers that are given their levels can drive a menu, such as ``Schedule``
@@ -73,6 +76,9 @@ class Menu(Compressor):
     Args:
         compressors: name -> compressor, at least two. Each may have its own wrappers.
         choice: name of the compressor that works at first; by default the first one that is given.
+        schemes: name -> scheme of that choice, an instance or its name, such as
+            ``{"topk in two rounds": "two_shot"}``; others have their default. A ``scheme`` that is
+            given beside the menu counts for all.
 
     Communication pattern:
         The chosen compressor's. If a controller gives parameters different compressors with
@@ -82,8 +88,8 @@ class Menu(Compressor):
         The worst one of all compressors.
 
     Raises:
-        ValueError: fewer than two compressors, an unknown choice, another menu inside, or a
-            compressor that cannot stand beside others: one with a vote, which leaves no
+        ValueError: fewer than two compressors, an unknown name, another menu inside, or a
+            compressor that cannot stand beside others: one whose workers vote, which leaves no
             error for the next one, and one that reads the state of all tensors.
 
     Example:
@@ -101,6 +107,7 @@ class Menu(Compressor):
 
     compressors: Mapping[str, Compressor]
     choice: str | None = None  # never after construction
+    schemes: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         given = self.compressors
@@ -113,11 +120,14 @@ class Menu(Compressor):
             _check(name, compressor)
         if self.choice is None:
             object.__setattr__(self, "choice", next(iter(given)))
-        elif self.choice not in given:
-            raise ValueError(
-                f"Menu(choice={self.choice!r}): this is not on the menu"
-                f"{did_you_mean(self.choice, given)}; give one of {', '.join(map(repr, given))}."
-            )
+        own = dict(self.schemes)
+        object.__setattr__(self, "schemes", tuple(own.items()))  # hashable
+        for field, name in (("choice", self._name), *(("schemes", each) for each in own)):
+            if name not in given:
+                raise ValueError(
+                    f"Menu({field}={name!r}): this is not on the menu{did_you_mean(name, given)}; "
+                    f"give one of {', '.join(map(repr, given))}."
+                )
         entries = given if isinstance(given, Entries) else Entries(given)
         object.__setattr__(self, "compressors", entries)
 
@@ -125,6 +135,11 @@ class Menu(Compressor):
     def names(self) -> tuple[str, ...]:
         """Names of the compressors, in ascending order of bytes."""
         return tuple(self.compressors)
+
+    def __repr__(self) -> str:
+        """Return the menu as it is written; checkpoints compare it."""
+        own = f", schemes={dict(self.schemes)!r}" if self.schemes else ""
+        return f"Menu(compressors={self.compressors!r}, choice={self.choice!r}{own})"
 
     def __str__(self) -> str:
         """Return the names, for tables and the log; what they stand for is in the repr."""
@@ -240,25 +255,13 @@ _ANY = Leaf("anything", lambda value: True)
 def _check(name: Any, compressor: Any) -> None:
     """Raise ValueError if a compressor cannot stand in a menu."""
     if not isinstance(name, str) or not name:
-        raise ValueError(f"Menu: {name!r} is not a name; give each compressor a text as its name.")
+        refuse("Menu", f"{name!r} is not a name; give each compressor a text as its name")
     if not isinstance(compressor, Compressor):
         raise ValueError(
             f"Menu({{{name!r}: {compressor!r}}}): give an instance of a compressor, such as "
             f"QSGD(4)."
         )
-    said = f"Menu: {short(compressor)} ({name!r}) cannot stand beside others"
-    if isinstance(compressor, Menu):
-        raise ValueError(f"{said}: it is a menu itself; list its compressors in one menu.")
-    if not compressor.traits.conserves:
-        raise ValueError(
-            f"{said}: its workers vote and leave no error that the next method could send; use "
-            f"EFSignSGD() for signs."
-        )
-    if compressor.traits.reads_model:
-        raise ValueError(
-            f"{said}: it reads its state of all tensors at the start of a step, which another "
-            f"method does not leave; use TopK(0.01)."
-        )
+    judge("Compressors of a Menu", compressor=compressor, name=name)
 
 
 def compressors_of(compressor: Compressor) -> tuple[Compressor, ...]:

@@ -30,6 +30,7 @@ from lightning_gc.compressors.wrappers.menu import Menu
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL, SizeSwitch
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, together
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.flow import is_gathered, resume
 from lightning_gc.core.message import Packed
 from lightning_gc.core.segments import Pending
@@ -359,19 +360,11 @@ def by_default(
     if isinstance(compressor, Menu):
         return _each_by_default(compressor, min_numel, owner)
     traits, changed = compressor.traits, min_numel != MIN_NUMEL
-    if isinstance(compressor, PerParameter | SizeSwitch):
+    wrapped = isinstance(compressor, PerParameter | SizeSwitch)
+    if wrapped or traits.elementwise or not traits.conserves:
         if changed:
-            raise ValueError(
-                f"{owner}(min_numel={min_numel}): {compressor} says itself which tensors are "
-                f"compressed; leave min_numel out, or give the compressor without its wrapper."
-            )
-        return layerwise(compressor)
-    if traits.elementwise or not traits.conserves:
-        if changed and min_numel:
-            raise ValueError(
-                f"{owner}(min_numel={min_numel}): {compressor} compresses every tensor; leave "
-                f"min_numel out, or give SizeSwitch({compressor}, min_numel={min_numel})."
-            )
+            given = {"compressor": compressor, "min_numel": min_numel}
+            judge("min_numel", owner, **given, wrapped=wrapped)
         return layerwise(compressor)
     return PerParameter(SizeSwitch(compressor, min_numel) if min_numel else compressor)
 

@@ -13,6 +13,7 @@ from lightning_gc.compressors.joint import CodecScheme
 from lightning_gc.compressors.wrappers.menu import Menu
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Flow
+from lightning_gc.core.refusal import refuse
 
 MIN_NUMEL = 1024
 """Elements of the smallest tensor that is compressed by default."""
@@ -52,7 +53,7 @@ class SizeSwitch(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_numel < 0 or self.min_dims < 0:
-            raise ValueError(f"{self}: limits must be at least 0; 0 turns a limit off.")
+            refuse(f"{self}", "limits must be at least 0; 0 turns a limit off")
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         inner = self.for_shape(bucket.shape)  # the shape is the same on all workers

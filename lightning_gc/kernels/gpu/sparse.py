@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gc.core import elias_fano
-from lightning_gc.core.message import Message, Packed, evenly, reserve, storage_of
+from lightning_gc.core.message import Packed, evenly, reserve, storage_of
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu import positions as coding
 from lightning_gc.kernels.gpu import selection as selecting
@@ -210,18 +210,14 @@ class Counted:
     _counts: Counts
     _dtype: torch.dtype
 
-    def encode(self, lengths: Sequence[tuple[int, int]], worker: int) -> Packed:
-        """Return the payload (values, coded positions), in a message as long as the longest.
+    def encode(self, lengths: tuple[int, int]) -> Packed:
+        """Return the payload (values, coded positions).
 
         Args:
-            lengths: of the payloads of all workers.
-            worker: this worker.
+            lengths: of the payload.
         """
         dtypes, device = (self._dtype, torch.uint8), self._source.buffer.device
-        layouts = [Message(dtypes, [(n,) for n in each], each) for each in lengths]
-        own, longest = lengths[worker], max(layout.nbytes for layout in layouts)
-        fields = list(zip(dtypes, own, strict=True))
-        payload = reserve(fields, device, sealed=own, nbytes=longest)
+        payload = reserve(list(zip(dtypes, lengths, strict=True)), device, sealed=lengths)
         values, coded = payload
         _move(self._source, self._counts, values, coded, payload)
         return payload
@@ -322,7 +318,7 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             counted = count(left, selection, torch.float32, 1, pending)
             yield counted.number[0].long(), counted.number[0].new_full((1,), len(chosen)).long()
             lengths = (len(chosen), elias_fano.coded_bytes(len(chosen), 1000))
-            payload, counts = counted.encode([lengths], 0), counted.number[0].repeat(2)
+            payload, counts = counted.encode(lengths), counted.number[0].repeat(2)
         sent = torch.where(torch.arange(1000, device=x.device) < 500, x, 0.0)[chosen]
         sent = sent.to(payload[0].dtype).float()
         yield payload[0].float(), sent

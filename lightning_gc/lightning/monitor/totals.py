@@ -376,7 +376,7 @@ def _cost(figures: Mapping[str, float], network: NetworkModel | None) -> str:
         return ""
     how = "Compressing took"
     if network is not None:
-        how = f"On links of {network.bandwidth_gbps:g} Gbit/s compressing would take"
+        how = f"On links of {network.link} compressing would take"
     both = took["compress_share"] + took["decode_share"], took["communicate_share"]
     compressing, waiting = (f"{each:.0%}" if each >= 0.005 else "under 1%" for each in both)
     return f" {how} {compressing} of a step, messages and waiting {waiting}."

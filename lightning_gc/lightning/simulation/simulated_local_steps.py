@@ -11,14 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_gc.attachment.attached_rounds import Given, refuse_members
+from lightning_gc.attachment.attached_rounds import Given
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Flow
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.copies import Single
 from lightning_gc.core.saved_state import each_tensor
 from lightning_gc.core.settings import parted, takes_fields
+from lightning_gc.elastic.roll import Entrance, Roll, Round
+from lightning_gc.elastic.snapshot import digest_in_words, load_snapshot, snapshot_of
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.lightning.local_steps_strategy import LocalHooks
@@ -31,9 +34,7 @@ from lightning_gc.lightning.simulation.simulated_workers import (
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_shards, with_held
-from lightning_gc.local_steps.roll import Entrance, Roll, Round
 from lightning_gc.local_steps.simulated_clock import SimulatedClock
-from lightning_gc.local_steps.snapshot import digest_in_words, load_snapshot, snapshot_of
 from lightning_gc.local_steps.unequal import check_speeds
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -131,24 +132,11 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         kwargs, others = parted(RoundPlan, kwargs)
         plan = RoundPlan(owner=owner, **kwargs)
         kwargs = others
-        if plan.elastic is not None:
-            raise ValueError(
-                f"{owner}(elastic={plan.elastic!r}): elastic workers are processes; train them "
-                f"with LocalStepsStrategy, and replay their rounds here with roll=..."
-            )
         if speeds is not None:
             check_speeds(owner, "speeds", speeds)
-            if roll is not None:
-                raise ValueError(
-                    f"{owner}(speeds={tuple(speeds)}, roll=...): a roll does not say how long its "
-                    f"rounds took; leave speeds out."
-                )
-            workers = len(speeds) if workers is None else workers
-            if workers != len(speeds):
-                raise ValueError(
-                    f"{owner}(workers={workers}, speeds={tuple(speeds)}): give one speed for each "
-                    f"worker, or leave workers out."
-                )
+        said = {"workers": workers, "speeds": speeds and tuple(speeds), "roll": roll}
+        judge("Simulated local steps", owner, plan=plan, **said)
+        workers = len(speeds) if speeds is not None else workers
         self._replay = None if roll is None else Replay(roll, workers)
         number: Any = workers if self._replay is None else len(self._replay.numbers)
         self._configure_workers(compressor, number, network, kwargs)
@@ -157,16 +145,10 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self._configure_rounds(plan, state)
         if self._replay is not None:
             given = Given(self.local_workers.configuration, self.controller)
-            refuse_members(plan, "a roll", given)
+            judge("Elastic local steps", owner, plan=plan, elastic="a roll", **vars(given))
         unequal = plan.unequal
         if unequal is not None:
             unequal.check_workers(owner, self.workers)
-            if speeds is None and (unequal.pace == "measured" or unequal.grace is not None):
-                raise ValueError(
-                    f"{owner}(unequal={unequal!r}): simulated workers run one after the other, so "
-                    f"their speeds cannot be measured; give speeds=(1.0, 0.5), in steps per "
-                    f"second, one for each worker."
-                )
         self.speeds = None if speeds is None else tuple(speeds)
         self.clock: SimulatedClock | None = None
         super().__init__(**kwargs)

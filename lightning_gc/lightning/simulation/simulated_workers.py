@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.compressors import Compressor
+from lightning_gc.core.combinations import judge
 from lightning_gc.core.saved_state import Tree
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Peers
@@ -37,7 +38,7 @@ from lightning_gc.lightning.simulation.own_state import (
 from lightning_gc.lightning.simulation.sharded_loader import deal, is_dealable
 from lightning_gc.local_steps.refusals import with_held
 from lightning_gc.transports.accounting import COMPUTE
-from lightning_gc.transports.network_model import NetworkModel, rate
+from lightning_gc.transports.network_model import NetworkModel, rates
 from lightning_gc.transports.simulated import Ledger
 
 
@@ -265,17 +266,15 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         if not isinstance(workers, int) or workers < 1:
             raise ValueError(f"{owner}(workers={workers!r}): give a whole number, 1 or more.")
         if isinstance(network, str):
-            network = NetworkModel(rate(network, f"{owner}(network=...): "))
+            up, down = rates(network, f"{owner}(network=...): ")
+            network = NetworkModel(up) if up == down else NetworkModel(up_gbps=up, down_gbps=down)
         if not isinstance(network, NetworkModel):
             raise ValueError(
                 f"{owner}(network={network!r}): give an instance, such as "
                 f"NetworkModel(bandwidth_gbps=10.0), or a rate, such as '1gbit'."
             )
-        if kwargs.pop("verify", 0):
-            raise ValueError(
-                f"{owner}(verify=...): simulated workers share one mean, so there is nothing to "
-                f"compare; leave it out, or use {self._of_processes} with processes."
-            )
+        verify = kwargs.pop("verify", 0)
+        judge("Simulated workers", owner, verify=verify, instead=self._of_processes)
         refuse_unknown(type(self), compressor, kwargs)
         self.workers = workers
         self.network = network

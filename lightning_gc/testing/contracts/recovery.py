@@ -40,7 +40,12 @@ class RecoveryContract:
     """Tests that no number, once met, stays for ever. Part of ``CompressorContract``.
 
     Each compressor has the memory that it has by default.
+
+    Attributes:
+        crowds: numbers of workers whose finite gradients have finite means and errors.
     """
+
+    crowds: tuple[int, ...] = (1, 2, 4)
 
     def test_8_recovers_from_finite_spikes(self, compressor: Compressor) -> None:
         """On one worker, and on both twice in a row."""
@@ -54,7 +59,7 @@ class RecoveryContract:
     def test_8_finite_in_finite_out(self, compressor: Compressor) -> None:
         """Up to 1e30. Beyond, an error may leave float32 only together with the mean."""
         for kind, change in (SETTLED | SPIKES).items():
-            for workers in (1, 2, 4):
+            for workers in self.crowds:
                 lockstep = Lockstep(workers, compressor)
                 for step in range(2):
                     given = [

@@ -8,8 +8,7 @@ import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gc.exchange.bucketing import DEFAULT_CAPS, MIB, caps, layout
-from lightning_gc.exchange.timeline import pieces_of, segments
+from lightning_gc.exchange.bucketing import DEFAULT_CAPS, MIB, caps, layout, pieces_of, segments
 from tests.support.replay import patient
 
 c10d: Any = torch.distributed

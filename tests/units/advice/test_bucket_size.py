@@ -1,6 +1,5 @@
 """The size of DDP's buckets on CUDA follows from the model's size, by the timeline of a step."""
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -10,9 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_gc.advice.description import MODELS
 from lightning_gc.exchange.bucketing import (
-    BACKWARD,
     MIB,
-    PACES,
     RECORDED,
     WRITTEN,
     cap_on_cuda,
@@ -20,7 +17,6 @@ from lightning_gc.exchange.bucketing import (
     layout,
     step_seconds,
 )
-from lightning_gc.exchange.timeline import BucketWork, Module, timeline
 from tests.support.replay import patient
 
 MODEL = st.lists(st.sampled_from([MIB // 64, 3 * MIB, 9 * MIB, 27 * MIB, 150 * MIB]), max_size=60)
@@ -77,20 +73,3 @@ def test_a_slower_host_never_gets_more_buckets(nbytes: list[int], hosts: list[fl
 @given(st.lists(st.integers(0, 64 << 10), max_size=16))
 def test_a_model_within_the_first_bucket_keeps_the_default(nbytes: list[int]) -> None:
     assert cap_on_cuda(nbytes, WRITTEN) is None
-
-
-@patient
-@given(
-    st.lists(st.integers(1, 100 * MIB), min_size=1, max_size=20),
-    st.floats(0, 0.01),
-    st.sampled_from(PACES),
-)
-def test_it_is_the_timeline_of_advise(sizes: list[int], host: float, pace: float) -> None:
-    backward = BACKWARD * sum(sizes)
-    ready = [BACKWARD * done for done in itertools.accumulate(sizes)]
-    work = [
-        BucketWork(at, (host, 0.0), (pace * BACKWARD * size,))
-        for at, size in zip(ready, sizes, strict=True)
-    ]
-    drawn = timeline(Module(backward / 2, backward, 0.0), work, contention=1.0)
-    assert step_seconds(sizes, host, pace) == pytest.approx(drawn.seconds, rel=1e-9)

@@ -13,12 +13,14 @@ from torch._C._distributed_c10d import HashStore
 
 from lightning_gc import cli
 from lightning_gc.advice import check, meeting
-from lightning_gc.advice.alpha_beta import Link, Probe, sustained
 from lightning_gc.advice.check import Finding, findings, page
+from lightning_gc.advice.link_probe import sustained
 from lightning_gc.advice.meeting import Door, NotMet, Party, visit
+from lightning_gc.controllers import ExchangeRecord
 from lightning_gc.core import notices
 from lightning_gc.kernels.dispatch import SWITCH
 from lightning_gc.transports.interfaces import VARIABLE
+from lightning_gc.transports.link import Link
 from tests.support.kernel_device import switched
 from tests.support.processes import hold_port
 
@@ -365,7 +367,7 @@ def test_a_door_names_itself() -> None:
 def test_rate_between_large_requests(knee: float) -> None:
     link = Link(0.25, 10_000.0, knee)
     sizes: list[Any] = [8, 4096, 1 << 20, 1 << 21, 1 << 22]
-    probes = [Probe(1, size, link.seconds(1, size)) for size in sizes]
+    probes = [ExchangeRecord(1, size, link.seconds(1, size)) for size in sizes]
     assert sustained(probes) == pytest.approx(0.25)
-    flat = [Probe(1, size, 0.5) for size in sizes]
+    flat = [ExchangeRecord(1, size, 0.5) for size in sizes]
     assert sustained(flat) == pytest.approx(8e-9 * (1 << 22) / 0.5)

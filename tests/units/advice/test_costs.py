@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from lightning_gc.advice.alpha_beta import Link
-from lightning_gc.advice.costs import bucket_trace, segment_trace, slowest, work
-from lightning_gc.advice.traces import Asked, Trace, sent, trace
+from lightning_gc.advice.costs import bucket_trace, segment_trace, slowest
+from lightning_gc.advice.prediction import WHOLE, Situation
+from lightning_gc.advice.traces import Asked, Trace, trace
+from lightning_gc.exchange.timeline import Module
 from lightning_gc.methods.method import Method
+from lightning_gc.transports.link import Link, alike
 
 SHAPES = {"a": (64, 64), "b": (64,), "c": (48, 64), "d": (3,)}
 
@@ -48,7 +50,7 @@ def test_requests_and_bytes_of_the_whole(method: Method | None, workers: int) ->
     padding = 16 * len(kinds) * workers
     if method is not None and method.scheme == "sparse_reduce":
         padding *= 2  # each segment has its own cuts and counts, too
-    assert sent(found) == pytest.approx(sent(whole), rel=0.03, abs=padding)
+    assert found.nbytes == pytest.approx(whole.nbytes, rel=0.03, abs=padding)
     assert len(found.seconds) == len(found.asked) + 1
 
 
@@ -57,7 +59,7 @@ def test_more_workers_than_are_simulated() -> None:
     found = segment_trace(method, SHAPES, flat(list(SHAPES)), 8)
     true = trace(method.make_compressor({}), method.memory_and_scheme()[1], SHAPES, 8, 1)
     assert found.workers == 8
-    assert sent(found) == pytest.approx(true.sent, rel=0.1)
+    assert found.nbytes == pytest.approx(true.sent, rel=0.1)
 
 
 def made(kinds: str, seconds: tuple[float, ...], nbytes: float = 100.0, workers: int = 2) -> Trace:
@@ -92,9 +94,15 @@ def test_the_slowest_worker_counts() -> None:
 
 
 def test_work_of_buckets() -> None:
-    link = Link(gbps=8e-9, latency_us=0.0)  # a byte a second
+    links = alike(Link(gbps=8e-9, latency_us=0.0))  # a byte a second
     traces = [made("G", (1.0, 2.0)), made("G", (3.0, 4.0)), made("G", (5.0, 6.0))]
-    pieces = (range(0, 1), range(1, 3), range(3, 4))
-    first, second = work((range(0, 3), range(3, 4)), pieces, (0.1, 0.3, 0.2, 0.4), traces, link)
-    assert (first.ready, first.computing, first.communicating) == (0.3, (4.0, 6.0), (200.0,))
-    assert (second.ready, second.computing, second.communicating) == (0.4, (5.0, 6.0), (100.0,))
+    work = bucket_trace(traces[:2]).work(0.3, links)
+    assert (work.ready, work.computing, work.communicating) == (0.3, (4.0, 6.0), (200.0,))
+    mib, pieces = 1 << 20, (range(0, 1), range(1, 3), range(3, 4))
+    sizes, ready = (mib // 4, mib // 4, mib // 2, mib), (0.1, 0.3, 0.2, 0.4)
+    module = Module(1.0, 0.4, 0.0)
+    case = Situation(module, tuple("abcd"), sizes, ready, pieces, {}, WHOLE, 2, links)
+    # The first bucket has two segments: 10 + 200 s of work from 0.3 on, the second 11 + 100.
+    assert case.step(None, traces).seconds == pytest.approx(1.0 + 0.3 + 210 + 111)
+    ring = sum(sizes)  # of two workers; nothing is computed
+    assert case.step(None).seconds == pytest.approx(1.0 + 0.3 + ring)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from lightning_gc import cli
-from lightning_gc.advice.alpha_beta import Link, at_rate
 from lightning_gc.advice.costs import segment_trace
-from lightning_gc.advice.description import MODELS, parameters, shapes_of, square
+from lightning_gc.advice.description import LATENCY_US, MODELS, parameters, shapes_of, square
 from lightning_gc.advice.prediction import METHODS, WHOLE, Situation, predict
-from lightning_gc.advice.traces import Shapes, Trace, sent
+from lightning_gc.advice.traces import Shapes, Trace
 from lightning_gc.advice.what_if import WhatIf, shipped, shipped_trace, verdict
 from lightning_gc.exchange.timeline import Module
 from lightning_gc.methods.method import Method, parse_method
+from lightning_gc.transports.link import Link, alike, at_rate
 from lightning_gc.transports.network_model import rate
 from tests.support.processes import ROOT
 
@@ -26,6 +26,10 @@ SHAPES: Shapes = {
     "small": (8, 8),
 }
 GPT = ("--params", "124M", "--step-ms", "45", "--link", "1gbit", "--workers", "4")
+
+
+def link(gbps: float, down_gbps: float | None = None) -> Link:
+    return Link(gbps, LATENCY_US, down_gbps=down_gbps)
 
 
 def methods() -> dict[str, Method | None]:
@@ -49,14 +53,14 @@ def measured(case: WhatIf) -> Situation:
             real = segment_trace(method, {n: SHAPES[n] for n in names}, own, case.workers)
             assert [a.kind for a in real.asked] == [a.kind for a in known.asked]
             costs[name].append(replace(real, seconds=known.seconds))
-    link = at_rate(Link(case.gbps, case.latency_us), case.gbps)
+    links = at_rate(alike(case.link), case.link)
     module = Module(case.step / 3, case.step * 2 / 3, 0.0)
-    return replace(given, module=module, link=link, costs=costs)
+    return replace(given, module=module, links=links, costs=costs)
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_it_predicts_what_advise_predicts_from_the_same_numbers(workers: int) -> None:
-    case = WhatIf(SHAPES, 0.05, workers, 0.1)
+    case = WhatIf(SHAPES, 0.05, workers, link(0.1))
     theirs = {row.name: row for row in predict(measured(case), {})}
     ours = {row.name: row for row in case.rows()}
     assert theirs.keys() == ours.keys()
@@ -72,16 +76,18 @@ def test_messages_of_a_large_matrix_are_those_of_the_flow(name: str) -> None:
     own = torch.randn(300_000, generator=torch.Generator().manual_seed(0))
     real = segment_trace(parse_method(name), shapes, own, 3)
     ours = shipped_trace(name, parse_method(name), shapes, 3)
-    assert sent(ours) == pytest.approx(sent(real), rel=0.02)
+    assert ours.nbytes == pytest.approx(real.nbytes, rel=0.02)
 
 
 def test_parameters_of_the_models() -> None:
-    found = {name: WhatIf(make(), 1.0, 2, 1.0).parameters for name, make in MODELS.items()}
+    found = {name: WhatIf(make(), 1.0, 2, link(1.0)).parameters for name, make in MODELS.items()}
     assert found["gpt2"] == 124_439_808
     assert found["resnet50"] == 25_557_032
     assert found["llama-1b"] == pytest.approx(1.1e9, rel=0.01)
     for number in (10, 50_000, 10**6, 124 * 10**6):
-        assert WhatIf(square(number), 1.0, 2, 1.0).parameters == pytest.approx(number, rel=0.11)
+        assert WhatIf(square(number), 1.0, 2, link(1.0)).parameters == pytest.approx(
+            number, rel=0.11
+        )
 
 
 def test_costs_of_the_gpu_are_those_of_the_page() -> None:
@@ -95,20 +101,33 @@ def test_costs_of_the_gpu_are_those_of_the_page() -> None:
 
 
 def test_the_faster_the_link_the_less_there_is_to_gain() -> None:
-    case = WhatIf(shapes_of("gpt2"), 0.045, 4, 0.1)
-    speeds = [verdict(replace(case, gbps=g).rows(), case.step)[2] for g in (0.1, 1.0, 10.0)]
+    case = WhatIf(shapes_of("gpt2"), 0.045, 4, link(0.1))
+    speeds = [verdict(replace(case, link=link(g)).rows(), case.step)[2] for g in (0.1, 1.0, 10.0)]
     assert speeds == sorted(speeds, reverse=True)
-    text, method, _ = verdict(replace(case, gbps=1e4).rows(), case.step)
+    text, method, _ = verdict(replace(case, link=link(1e4)).rows(), case.step)
     assert text.startswith("Do nothing: ")
     assert method is None
-    found = [verdict(replace(case, gbps=g).rows(), case.step) for g in (10.0, 14.0, 20.0, 30.0)]
+    found = [
+        verdict(replace(case, link=link(g)).rows(), case.step) for g in (10.0, 14.0, 20.0, 30.0)
+    ]
     for text, method, speed in found:
         assert text.startswith("Too close to call. ") == (method is not None and speed < 1.5)
     assert any(text.startswith("Too close") for text, *_ in found)
 
 
+@pytest.mark.parametrize("rates", [(0.02, 0.2), (0.2, 0.02)])
+def test_the_slower_direction_decides_where_all_send_alike(rates: tuple[float, float]) -> None:
+    """What a worker receives another one has sent: so the scheme is the same either way."""
+    case = WhatIf(shapes_of("gpt2"), 0.045, 4, link(*rates))
+    slow = {row.name: row for row in replace(case, link=link(0.02)).rows()}
+    for row in case.rows():
+        assert row.seconds == pytest.approx(slow[row.name].seconds, rel=1e-6)
+    chosen = verdict(case.rows(), case.step)[1]
+    assert chosen == verdict(tuple(slow.values()), case.step)[1]
+
+
 def test_a_gpu_compresses_faster_and_without_overlap_nothing_is_hidden() -> None:
-    case = WhatIf(shapes_of("gpt2"), 0.045, 4, 1.0)
+    case = WhatIf(shapes_of("gpt2"), 0.045, 4, link(1.0))
     plain, gpu, late = (
         {row.name: row.seconds for row in each.rows()}
         for each in (case, replace(case, gpu=True), replace(case, overlap=False))
@@ -126,6 +145,11 @@ def test_the_command_says_first_and_last_that_it_predicts(
     first, *_, last = said.splitlines()
     assert first == last
     assert first.startswith("Prediction, nothing was measured. Use ")
+    home = [*GPT[:4], "--link", "20mbit/200mbit", "--workers", "4"]
+    assert cli.main(["advise", *home]) == cli.OK
+    of_home = capsys.readouterr().out
+    assert "4 workers, 20 Mbit/s up, 200 Mbit/s down, 50 µs a message." in of_home
+    assert "200 Mbit/s up, 2 Gbit/s down: " in of_home
     for part in (shipped()["machine"], "500 µs a message: ", "8 workers: ", "no overlap with"):
         assert part in said
 
@@ -171,6 +195,8 @@ def test_it_needs_no_lightning() -> None:
         (["--link", "1Gbps"], "(did you mean 1gbit?)"),
         (["--link", "1.25GB/s"], "(did you mean 10gbit?)"),
         (["--link", "100 mbps"], "(did you mean 100mbit?)"),
+        (["--link", "20mbit/fast"], "--link '20mbit/fast' is not a rate"),
+        (["--link", "20mbit/200"], "--link '200' is not a rate"),
         (["--link", "fast"], "--link 'fast' is not a rate. Write it as 1gbit"),
         (["--workers", "1"], "--workers 1: at least 2 exchange gradients"),
         (["--step-ms", "0"], "--step-ms 0: must be above 0"),

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc import (
-    DGC,
     QSGD,
     AllGather,
     AllReduce,
@@ -20,11 +19,9 @@ from lightning_gc import (
     HardThreshold,
     Identity,
     Menu,
-    ModelTopK,
     NoMemory,
     PerParameter,
     PowerSGD,
-    SignSGD,
     SizeSwitch,
     TopK,
     TwoShot,
@@ -237,6 +234,25 @@ def test_a_scheme_that_is_given_is_everyones() -> None:
         assert lockstep.engines[0].scheme == TwoShot()
 
 
+@pytest.mark.parametrize("given", ["two_shot", TwoShot()])
+def test_a_choice_may_have_a_scheme_of_its_own(given: str | Scheme) -> None:
+    """One compressor twice: the bits and bytes are those of that compressor with that scheme."""
+    twice = {"in two rounds": TopK(0.05), "in one": TopK(0.05), "qsgd": QSGD(4)}
+    menu = Menu(twice, schemes={"in two rounds": given})
+    assert menu.names == (*twice,)
+    assert hash(menu) == hash(copy.deepcopy(menu))
+    assert repr(menu).endswith(f", choice='in two rounds', schemes={{'in two rounds': {given!r}}})")
+    for name, scheme in (("in two rounds", TwoShot()), ("in one", AllGather())):
+        ours = Lockstep(3, by_default(menu))
+        alone = Lockstep(3, by_default(TopK(0.05)), scheme=scheme)
+        turn(ours, menu.names.index(name) + 1)
+        for step in range(3):
+            found, wanted = (each.step(gradients(step, 3)) for each in (ours, alone))
+            assert ours.engines[0].scheme == scheme
+            assert found.wire_bytes == wanted.wire_bytes
+            assert all(torch.equal(found.mean[key], wanted.mean[key]) for key in SHAPES)
+
+
 @pytest.mark.parametrize(
     ("common", "other", "scheme"),
     [
@@ -257,16 +273,21 @@ REFUSED = {
     "fewer": (lambda: Menu({"dense": Identity()}), "at least two compressors"),
     "no mapping": (lambda: Menu([Identity(), Cast()]), "at least two compressors by name"),  # type: ignore[arg-type]
     "choice": (lambda: Menu(ALL, "topkk"), r"not on the menu \(did you mean 'topk'\?\)"),
+    "whose scheme": (
+        lambda: Menu(ALL, schemes={"topkk": "two_shot"}),
+        r"schemes='topkk'.*not on the menu \(did you mean 'topk'\?\)",
+    ),
+    "whose scheme it cannot be": (
+        lambda: combine(by_default(Menu(ALL, schemes={"topk": "all_reduce"}))),
+        "not linear",
+    ),
+    "no scheme": (
+        lambda: combine(by_default(Menu(ALL, schemes={"topk": "two_shots"}))),
+        "did you mean 'two_shot'",
+    ),
     "class": (lambda: Menu({"a": Cast, "b": Cast()}), "give an instance of a compressor"),  # type: ignore[dict-item]
     "name": (lambda: Menu({1: Cast(), "b": Cast()}), "give each compressor a text"),  # type: ignore[dict-item]
-    "menu": (lambda: Menu({"a": Menu(ALL), "b": Cast()}), "list its compressors in one menu"),
-    "vote": (lambda: Menu({"a": SignSGD(), "b": Cast()}), "its workers vote"),
-    "model": (lambda: Menu({"a": ModelTopK(), "b": Cast()}), "state of all tensors"),
     "wrapped": (lambda: combine(SizeSwitch(Menu(ALL))), "put the wrapper around compressors"),
-    "memories": (
-        lambda: combine(Menu({"a": DGC(), "b": TopK(0.01), "c": QSGD(4)})),
-        "different default memories.*'momentum_correction'.*memory='error_feedback'",
-    ),
     "scheme": (
         lambda: combine(STRATEGY, scheme=AllReduce()),
         "own communication rounds|not linear",

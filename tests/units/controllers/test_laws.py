@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_gc.controllers
+import lightning_gc.core.combinations
+import lightning_gc.core.refusal
 import lightning_gc.core.registry
 import lightning_gc.core.settings
 from lightning_gc.controllers import (
@@ -285,7 +287,10 @@ def test_every_controller_is_in_the_table() -> None:
 MODULES = sorted(Path(lightning_gc.controllers.__file__).parent.glob("*.py"))
 
 
-BASES = (lightning_gc.core.settings, lightning_gc.core.registry)  # held to the same rule
+BASES = (  # held to the same rule
+    *(lightning_gc.core.settings, lightning_gc.core.registry),
+    *(lightning_gc.core.combinations, lightning_gc.core.refusal),
+)
 
 
 @pytest.mark.parametrize(

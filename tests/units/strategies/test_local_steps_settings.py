@@ -10,14 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc import (
     QSGD,
     ErrorFeedback,
-    HardThreshold,
     Identity,
     OuterSGD,
-    SignSGD,
-    StepAhead,
     TopK,
 )
-from lightning_gc.controllers import TotalErrorBudget
 from lightning_gc.lightning.fabric_for_pytorch_lightning import CompressedFabricStrategy
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy, LocalStepsStrategy
 from lightning_gc.lightning.local_steps_strategy import warn_of_few_rounds
@@ -32,22 +28,9 @@ from lightning_gc.memories import MomentumCorrection
         ({"every": 2.5}, r"every=2\.5"),
         ({"delay": -1}, r"delay=-1\): give the number of steps"),
         ({"every": 4, "delay": 4}, "use delay=3 or less"),
-        ({"every": 9, "fragments": 3, "delay": 3}, "3 steps apart.*use delay=2"),
-        ({"every": 4, "fragments": 5}, "use fragments=4 or fewer"),
         ({"merge": "replace"}, "use 'rebase' or 'mix'"),
         ({"show": "mine"}, "use 'common' or 'local'"),
-        ({"memory": ErrorFeedback(lr_aware=True)}, "contain the learning rate already"),
-        ({"memory": StepAhead()}, r"use memory=ErrorFeedback\(\)"),
         ({"memory": MomentumCorrection(weight_decay=1e-4)}, r"use memory=ErrorFeedback\(\)"),
-        (
-            {"memory": MomentumCorrection(), "outer": OuterSGD.diloco()},
-            "the memory has the outer momentum",
-        ),
-        ({"compressor": SignSGD()}, "its workers vote"),
-        (
-            {"compressor": HardThreshold(0.1), "controller": TotalErrorBudget(1.0)},
-            "use Accordion or a Schedule",
-        ),
         ({"find_unused_parameters": True}, "is for DistributedDataParallel"),
         ({"static_graph": True}, "is for DistributedDataParallel"),
         ({"ddp_comm_hook": print}, "is for DistributedDataParallel"),

@@ -247,7 +247,8 @@ def test_known_lengths_are_not_sent() -> None:
         network = Simulated(2)
         network.fulfil(requests)
         sent.append(network.sent_bytes)
-    assert sent == [[24 + 8] * 2, [24 + 8 + 8] * 2]  # 5 numbers, padding and seal; the length
+    # 2 and 5 numbers, padding and seal; the length. Each message has its own size.
+    assert sent == [[8 + 8, 24 + 8], [8 + 8 + 8, 24 + 8 + 8]]
     both = join([known[0], fixed])
     assert isinstance(both, Gather)
     assert both.lengths == [[2, 3], [5, 3]]

@@ -10,11 +10,11 @@ import torch
 
 from lightning_gc.control.probes import Probes
 from lightning_gc.controllers import BandwidthAware, Decision, ExchangeRecord, Observation
-from lightning_gc.controllers.exchange_record import fit_link
 from lightning_gc.core.flow import Flow, Gather, Mean, Reply, Request
 from lightning_gc.exchange.peers import Peers
 from lightning_gc.transports import Recording, Transport
 from lightning_gc.transports.accounting import KEPT
+from lightning_gc.transports.link import fit
 from tests.support.controlled_workers import CPU, Training
 from tests.support.pretended_cuda import CUDA, PretendedCuda
 
@@ -146,10 +146,10 @@ def test_what_ends_after_a_decision_counts_for_the_next(cuda: PretendedCuda) -> 
 def decided(recording: Recording) -> tuple[Decision, object]:
     """Return the decision and the new state after two steps of 10 s each."""
     exchanges = tuple(read(recording))
-    latency, gbps, r2 = fit_link(exchanges)
+    link, r2 = fit(exchanges)
     observation = Observation(
         0, steps=2, wire_bytes=recording.sent_bytes, step_seconds=10.0, exchanges=exchanges,
-        latency_us=latency, bandwidth_gbps=gbps, link_r2=r2,
+        latency_us=link.latency_us, bandwidth_gbps=link.gbps, link_r2=r2,
     )  # fmt: skip
     return AWARE.decide(observation, AWARE.init() | {"level": 0})
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gc.local_steps.roll import (
+from lightning_gc.elastic.roll import (
     NEAR,
     Called,
     Do,

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,13 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gc import ErrorFeedback, TopK
+from lightning_gc.elastic import snapshot
+from lightning_gc.elastic.channel import HandshakeError, Seal
+from lightning_gc.elastic.roll import Round
+from lightning_gc.elastic.snapshot import Inheritance, from_bytes, snapshot_and_place, to_bytes
+from lightning_gc.elastic.sockets import Door, visiting
 from lightning_gc.engine import Engine
-from lightning_gc.local_steps import Elastic, elastic
-from lightning_gc.local_steps.channel import HandshakeError, Seal
-from lightning_gc.local_steps.elastic import Inheritance, snapshot_and_place
-from lightning_gc.local_steps.rendezvous import host_and_port
-from lightning_gc.local_steps.roll import Round
-from lightning_gc.local_steps.snapshot import Door, from_bytes, to_bytes, visiting
+from lightning_gc.local_steps import Elastic
+from lightning_gc.transports.interfaces import host_and_port
 from lightning_gc.transports.island import ALONE
 from lightning_gc.transports.simulated import Simulated
 
@@ -167,17 +169,16 @@ def test_a_snapshot_ends_an_attempt_whose_verdict_was_not_read(
         return engine.errors()["a"].clone()
 
     workers: Any = mock.MagicMock(names={}, first=engine)
-    attempt: Any = mock.MagicMock(undo=lambda: engine.undo({}))
     memberships: Any = [mock.MagicMock(island=ALONE, elastic=Elastic("host:1")) for _ in range(2)]
     memberships[0].member.roll = [Round(number, members) for number in committed]
     memberships[1].member.number = 1
-    donor, worker = (Inheritance(workers, torch.device("cpu"), m, attempt) for m in memberships)
-    visit = contextlib.nullcontext(donor._answer)
-    monkeypatch.setattr(elastic, "visiting", lambda address, **_: visit)
-    monkeypatch.setattr(elastic, "snapshot_and_place", lambda *_: ({"round": 6}, place))
-    monkeypatch.setattr(elastic, "place_of", lambda ask: place)
-    monkeypatch.setattr(elastic, "load_snapshot", lambda *_, **__: engine.loss_scaling.settle())
-    worker.place = elastic._Place(mock.MagicMock(), mock.MagicMock(), 0, True, False)
+    host, undo = torch.device("cpu"), partial(engine.undo, {})
+    donor, worker = (Inheritance(workers, host, each, undo) for each in memberships)
+    memberships[1].visit = lambda address: contextlib.nullcontext(donor.answer)
+    monkeypatch.setattr(snapshot, "snapshot_and_place", lambda *_: ({"round": 6}, place))
+    monkeypatch.setattr(snapshot, "place_of", lambda ask: place)
+    monkeypatch.setattr(snapshot, "load_snapshot", lambda *_, **__: engine.loss_scaling.settle())
+    worker.place = snapshot.Place(mock.MagicMock(), mock.MagicMock(), 0, True, False)
 
     engine.rounds.step = 4
     before = exchange()

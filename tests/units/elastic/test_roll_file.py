@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from lightning_gc.local_steps.rendezvous import Line, Rendezvous, serve
-from lightning_gc.local_steps.roll import Ended, Entrance, Roll, Round, line_of
-from lightning_gc.local_steps.roll_file import BusyError, RollFile
+from lightning_gc.elastic.rendezvous import Rendezvous, serve
+from lightning_gc.elastic.roll import Ended, Entrance, Roll, Round, line_of
+from lightning_gc.elastic.roll_file import BusyError, RollFile
+from lightning_gc.elastic.sockets import Sockets
+from lightning_gc.local_steps import Elastic
 from tests.support.processes import preloaded
 
 
@@ -52,11 +54,11 @@ NOT_ROLLS = {
     [
         RollFile,
         lambda path: Rendezvous(0, roll=path),
-        lambda path: Line("127.0.0.1", 1, roll=path),
+        lambda path: Sockets(Elastic("127.0.0.1:1", roll=path)),
         lambda path: serve(0, None, path, until=lambda: True),
         lambda path: Roll(A).save(path),
     ],
-    ids=["RollFile", "Rendezvous", "Line", "serve", "save"],
+    ids=["RollFile", "Rendezvous", "Sockets", "serve", "save"],
 )
 def test_a_file_that_is_not_a_roll_stays_as_it_is(
     tmp_path: Path, content: bytes, use: Callable[[Path], None]

@@ -1,21 +1,16 @@
-"""Every registered compressor, memory and scheme keeps the laws of its kind."""
+"""Every registered compressor keeps the laws of compressors."""
 
 import pytest
 
-from lightning_gc import SCHEMES, Hierarchical, TwoHop
 from lightning_gc.compressors import Menu, PerParameter, SizeSwitch, TopK
-from lightning_gc.testing.contracts import (
-    CompressorContract,
-    DecoderContract,
-    MemoryContract,
-    SchemeContract,
-)
-from tests.support.instances import ALL, ALL_MEMORIES, FIRST, ONE_EACH, ONE_MEMORY_EACH
+from lightning_gc.testing.contracts import CompressorContract, DecoderContract
+from tests.support.instances import ALL, FIRST, ONE_EACH
 
 
 class TestCompressors(CompressorContract):
     instances = ONE_EACH
     examples = 15
+    crowds = (2,)
 
 
 class TestOtherDecoders(DecoderContract):
@@ -25,7 +20,7 @@ class TestOtherDecoders(DecoderContract):
 
 @pytest.mark.nightly
 class TestAllCompressors(CompressorContract):
-    instances = tuple(c for c in ALL if c not in ONE_EACH)
+    instances = ALL
 
 
 @pytest.mark.nightly
@@ -42,19 +37,4 @@ class TestWrappers(CompressorContract):
         SizeSwitch(TopK(0.1), min_numel=0, min_dims=0),
         PerParameter(SizeSwitch(TopK(0.1))),
         *Menu.examples(),
-    )
-
-
-class TestMemories(MemoryContract):
-    instances = ONE_MEMORY_EACH
-
-
-@pytest.mark.nightly
-class TestAllMemories(MemoryContract):
-    instances = tuple(m for m in ALL_MEMORIES if m not in ONE_MEMORY_EACH)
-
-
-class TestSchemes(SchemeContract):
-    instances = tuple(
-        cls(2) if issubclass(cls, TwoHop | Hierarchical) else cls() for cls in SCHEMES.values()
     )

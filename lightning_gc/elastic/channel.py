@@ -268,6 +268,33 @@ def calling(
         yield made
 
 
+class Waker:
+    """Ends a thread's wait for sockets, from another thread.
+
+    Attributes:
+        woken: can be read once the thread is to wake up.
+    """
+
+    def __init__(self) -> None:
+        self._waker, self.woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self.woken.setblocking(False)
+
+    def wake(self) -> None:
+        """End the wait; from any thread."""
+        with contextlib.suppress(OSError):  # full: it is being woken; closed: it does not wait
+            self._waker.send(b"\0")
+
+    def clear(self) -> None:
+        """Note that the thread is awake."""
+        self.woken.recv(4096)
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._waker.close()
+        self.woken.close()
+
+
 class Guest:
     """A visitor of a ``Listener``.
 
@@ -301,6 +328,7 @@ class Listener:
     Attributes:
         port: on which it listens, on all interfaces.
         place: as given, or made.
+        wake: ends a ``wait``; from any thread.
         guests: who has passed the handshake.
 
     Raises:
@@ -320,24 +348,18 @@ class Listener:
         self._room = memoryview(bytearray(_PIECE))  # to receive in
         self._noted = Counter[str]()
         self._paused = 0.0  # until when nobody is accepted
-        self._waker, self._woken = socket.socketpair()
-        self._waker.setblocking(False)
-        self._woken.setblocking(False)
+        self._waker = Waker()
+        self.wake = self._waker.wake
         self._selector = selectors.DefaultSelector()
-        for each in (self._server, self._woken):
+        for each in (self._server, self._waker.woken):
             self._selector.register(each, selectors.EVENT_READ)
-
-    def wake(self) -> None:
-        """End a ``wait``; from any thread."""
-        with contextlib.suppress(OSError):  # full: it is being woken; closed: it does not wait
-            self._waker.send(b"\0")
 
     def close(self) -> None:
         """Hang up on everybody."""
         for guest in [*self.guests, *self._strangers]:
             self.drop(guest)
         self._selector.close()
-        for each in (self._server, self._waker, self._woken):
+        for each in (self._server, self._waker):
             each.close()
 
     def wait(self, until: float) -> list[tuple[Guest, bytearray]]:
@@ -354,7 +376,7 @@ class Listener:
             elif key.fileobj is self._server:
                 self._accept()
             else:
-                self._woken.recv(4096)
+                self._waker.clear()
         self._turn_away()
         return heard
 

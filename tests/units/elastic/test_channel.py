@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_gc.local_steps import channel
-from lightning_gc.local_steps.channel import (
+from lightning_gc.elastic import channel
+from lightning_gc.elastic.channel import (
     Channel,
     HandshakeError,
     Link,
@@ -25,14 +25,22 @@ from lightning_gc.local_steps.channel import (
     Seal,
     calling,
 )
-from lightning_gc.local_steps.rendezvous import Line, Meetings, Rendezvous, _claim, serve
-from lightning_gc.local_steps.roll import NEAR, Keeper, Numbered, Report, Round, Terms, line_of
-from lightning_gc.local_steps.roll_file import BusyError
-from lightning_gc.local_steps.snapshot import Door, visiting
+from lightning_gc.elastic.rendezvous import Meetings, Rendezvous, _claim, serve
+from lightning_gc.elastic.roll import NEAR, Keeper, Numbered, Report, Round, Terms, line_of
+from lightning_gc.elastic.roll_file import BusyError
+from lightning_gc.elastic.sockets import Door, Sockets, visiting
+from lightning_gc.local_steps import Elastic
 from tests.support.processes import hold_port, many_files, preloaded
 from tests.support.strangers import Tap, ended, idle_strangers, play
 
 SECRET = Seal("secret")
+SOON = (0.0, 0.05, ())
+"""A keeper's ``now``, ``settle`` and ``file``: it looks for a running run only briefly."""
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Keeper.__init__, "__defaults__", SOON)
 
 
 def until(true: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -360,15 +368,15 @@ def rendezvous() -> Iterator[Rendezvous]:
     made.close()
 
 
-def told(line: Line) -> Any:
+def told(line: Sockets) -> Any:
     """Return the next entry; wait for it."""
-    entry = line.next(60.0)
+    entry = line.hear(60.0)
     assert entry is not None
     return entry
 
 
 def line_to(port: int, secret: str | None = "secret") -> Any:
-    return contextlib.closing(Line("127.0.0.1", port, secret))
+    return contextlib.closing(Sockets(Elastic(f"127.0.0.1:{port}", secret=secret)))
 
 
 @contextlib.contextmanager
@@ -405,21 +413,21 @@ def test_reports_and_logs_of_another_run_are_not_believed(
 
     tap = Tap(rendezvous.port)
     with line_to(tap.port) as line:
-        line.say(Report("ghost"))
+        line.report(Report("ghost"))
         assert told(line) == Numbered("ghost", 0)
     until(lambda: not rendezvous._listener.guests)
     tap.close()
     monkeypatch.setattr(Keeper, "hear", noted)
     with contextlib.closing(Rendezvous(0, "secret")) as other, line_to(other.port) as honest:
-        honest.say(Report("honest"))
+        honest.report(Report("honest"))
         play(bytes(tap.said[0]), other.port)
         assert told(honest) == Numbered("honest", 0)  # the ghost has taken no number
     assert set(tokens) == {"honest"}
     assert "a visitor has another secret" in caplog.text
     with answering(bytes(tap.said[1])) as port, line_to(port) as worker:
-        worker.say(Report("worker"))
-        until(lambda: "has another secret" in worker.trouble)
-        assert worker.next(0.0) is None
+        worker.report(Report("worker"))
+        until(lambda: "has another secret" in worker.status.trouble)
+        assert worker.hear(0.0) is None
         assert not worker._term
 
 
@@ -428,47 +436,47 @@ def test_a_worker_knows_why_it_is_not_heard(
 ) -> None:
     where = f"127.0.0.1:{rendezvous.port}"
     with line_to(rendezvous.port, "another") as line:
-        until(lambda: line.trouble == f"the rendezvous at {where} has another secret")
+        until(lambda: line.status.trouble == f"the rendezvous at {where} has another secret")
     with line_to(rendezvous.port, None) as line:
-        until(lambda: line.trouble == f"the rendezvous at {where} has another secret")
+        until(lambda: line.status.trouble == f"the rendezvous at {where} has another secret")
     with line_to(rendezvous.port) as line:
-        until(lambda: not line.trouble)
+        until(lambda: not line.status.trouble)
     with answering(b"SSH-2.0-OpenSSH_9.6\r\n") as port, line_to(port) as line:
-        until(lambda: "is another program" in line.trouble)
-    monkeypatch.setattr("lightning_gc.local_steps.rendezvous._is_here", lambda host: False)
+        until(lambda: "is another program" in line.status.trouble)
+    monkeypatch.setattr("lightning_gc.elastic.rendezvous._is_here", lambda host: False)
     with hold_port() as held, line_to(held.getsockname()[1]) as line:
-        until(lambda: "Connection refused" in line.trouble)
-        assert line.trouble.startswith("nobody answers at 127.0.0.1:")
+        until(lambda: "Connection refused" in line.status.trouble)
+        assert line.status.trouble.startswith("nobody answers at 127.0.0.1:")
 
 
 def test_a_report_that_cannot_be_read_is_named(rendezvous: Rendezvous) -> None:
     with line_to(rendezvous.port) as line:
-        line.say(Report("a", beat=-1, terms=Terms(min_workers=0)))
-        until(lambda: "min_workers" in line.trouble)
-        line.say(Report("a"))
+        line.report(Report("a", beat=-1, terms=Terms(min_workers=0)))
+        until(lambda: "min_workers" in line.status.trouble)
+        line.report(Report("a"))
         assert told(line) == Numbered("a", 0)
 
 
 def test_a_line_calls_a_restarted_rendezvous_again() -> None:
     first = Rendezvous(0, "secret")
     with line_to(first.port) as line:
-        line.say(Report("a", number=3))
+        line.report(Report("a", number=3))
         until(lambda: first._listener.guests)
         first.close()
         with contextlib.closing(Rendezvous(first.port, "secret")) as second:
-            line.say(Report("a"))
+            line.report(Report("a"))
             assert told(line) == Numbered("a", 0)
             assert second.port == first.port
-        until(lambda: line.trouble)
+        until(lambda: line.status.trouble)
 
 
 def test_a_worker_that_comes_again_reads_what_it_has_missed(rendezvous: Rendezvous) -> None:
     tap = Tap(rendezvous.port)
     with line_to(rendezvous.port) as other, line_to(tap.port) as line:
-        line.say(Report("a"))
+        line.report(Report("a"))
         assert told(line) == told(other) == Numbered("a", 0)
         tap.cut()
-        other.say(Report("b"))
+        other.report(Report("b"))
         assert told(other) == Numbered("b", 1)
         tap.open = True
         assert told(line) == Numbered("b", 1)
@@ -480,7 +488,7 @@ def test_connections_that_end_are_forgotten(rendezvous: Rendezvous) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(20):
                 line = stack.enter_context(line_to(rendezvous.port))
-                line.say(Report("a"))
+                line.report(Report("a"))
             until(lambda: len(rendezvous._listener.guests) == 20)
         until(lambda: not rendezvous._listener.guests)
 
@@ -489,7 +497,7 @@ def test_connections_that_end_are_forgotten(rendezvous: Rendezvous) -> None:
 
 
 def test_members_of_a_group_meet(rendezvous: Rendezvous) -> None:
-    with line_to(rendezvous.port) as line, line.store("g", 30.0) as a, line.store("g", 30.0) as b:
+    with line_to(rendezvous.port) as line, line._store("g", 30.0) as a, line._store("g", 30.0) as b:
         threading.Timer(0.05, a.set, ("key", b"\0\xff")).start()
         assert b.get("key") == b"\0\xff"
         assert (a.add("n", 2), b.add("n", 3), a.get("n")) == (2, 5, b"5")
@@ -497,7 +505,7 @@ def test_members_of_a_group_meet(rendezvous: Rendezvous) -> None:
         assert [a.delete_key("key"), a.delete_key("key")] == [True, False]
         assert b.compare_set("c", b"", b"1") == b"1"
         assert b.compare_set("c", b"0", b"2") == b"1"
-        with line.store("another", 30.0) as c:
+        with line._store("another", 30.0) as c:
             assert not c.check(["n"])
         with pytest.raises(dist.DistStoreError, match="about none"):
             b.wait(["none"], timedelta(seconds=0.05))
@@ -506,11 +514,11 @@ def test_members_of_a_group_meet(rendezvous: Rendezvous) -> None:
 def test_a_group_whose_rendezvous_is_gone_ends() -> None:
     rendezvous = Rendezvous(0, "secret")
     with line_to(rendezvous.port) as line:
-        with line.store("g", 30.0) as store:
+        with line._store("g", 30.0) as store:
             threading.Timer(0.05, rendezvous.close).start()
             with pytest.raises(dist.DistStoreError, match="has hung up"):
                 store.get("none")
-        with pytest.raises(dist.DistStoreError), line.store("g", 1.0):
+        with pytest.raises(dist.DistStoreError), line._store("g", 1.0):
             pass
 
 
@@ -543,6 +551,7 @@ def test_what_is_no_question_is_refused(asked: Any) -> None:
 
 def _serve(pipe: Any, files: int) -> None:
     """Serve a rendezvous and a door; say how many seconds of a core that has taken, when asked."""
+    Keeper.__init__.__defaults__ = SOON  # type: ignore[misc]
     if files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     rendezvous = Rendezvous(0, "secret")
@@ -586,7 +595,7 @@ def test_idle_strangers_shut_nobody_out(target: str) -> None:
         if target == "door":
             port = int(served.address.rpartition(":")[2])
         first = stack.enter_context(line_to(served.port))
-        first.say(Report("first"))
+        first.report(Report("first"))
         assert told(first) == Numbered("first", 0)
         with idle_strangers(600, port):
             _assert_served(served, 1)
@@ -596,7 +605,7 @@ def test_idle_strangers_shut_nobody_out(target: str) -> None:
 
 def _assert_served(served: Served, number: int) -> None:
     with line_to(served.port) as line:
-        line.say(Report(str(number)))
+        line.report(Report(str(number)))
         assert told(line) == Numbered(str(number), number)
     with visiting(served.address, SECRET, 1 << 20, 60.0) as ask:
         assert ask({"number": number}) == {"asked": {"number": number}}
@@ -686,10 +695,10 @@ def test_a_worker_gives_its_port_to_who_has_the_secret_and_tells_what_the_file_l
     with hold_port() as held:
         port = held.getsockname()[1]
         with line_to(port) as line:
-            until(lambda: not line.trouble)
+            until(lambda: not line.status.trouble)
             line._rounds.extend(rounds)
             with monkeypatch.context() as patch:
-                patch.setattr("lightning_gc.local_steps.rendezvous.TAKEN", 1.0)
+                patch.setattr("lightning_gc.elastic.rendezvous.TAKEN", 1.0)
                 with pytest.raises(BusyError, match="only to a rendezvous with its secret"):
                     serve(port, "another", tmp_path / "roll")
             assert line._deputy._serving.leaves == float("inf")
@@ -697,4 +706,4 @@ def test_a_worker_gives_its_port_to_who_has_the_secret_and_tells_what_the_file_l
             with contextlib.closing(Rendezvous(port, "secret", tmp_path / "roll")) as restarted:
                 until(lambda: len(restarted._known) == 3)
                 assert [*restarted._known.values()] == rounds[3:]
-                assert (line._deputy._serving, line.trouble) == (None, "")
+                assert (line._deputy._serving, line.status.trouble) == (None, "")

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -39,9 +39,8 @@ Phase = Literal[
 def _structure(kind: Any) -> Any:
     """Return the ``Structure`` of a type's values in JSON. Whole numbers are at least 0."""
     parts = get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        names = get_type_hints(kind, include_extras=True).items()
-        return Record({name: _structure(each) for name, each in names})
+    if _fields(kind):
+        return Record({name: _structure(each) for name, each in _fields(kind)})
     made: dict[Any, Callable[[], Any]] = {
         UnionType: lambda: Optional(_structure(parts[0])),
         Literal: lambda: Leaf(f"one of {parts}", parts.__contains__),
@@ -53,6 +52,32 @@ def _structure(kind: Any) -> Any:
         None: lambda: {int: WHOLE, float: NUMBER, str: TEXT}[kind],
     }
     return made[get_origin(kind)]()
+
+
+def _read(kind: Any, said: Any) -> Any:
+    """Return the value of ``dataclasses.asdict`` after JSON; ValueError if it is none."""
+    _structure(kind).check(said, kind.__name__.lower())
+    return _made(kind, said)
+
+
+def _made(kind: Any, said: Any) -> Any:
+    parts, origin, fields = get_args(kind), get_origin(kind), _fields(kind)
+    if fields:
+        return kind(**{name: _made(each, said[name]) for name, each in fields})
+    if said is None or not parts:
+        return said
+    if origin is tuple:
+        return tuple(map(_made, repeat(parts[0]) if ... in parts else parts, said))
+    if origin is dict:
+        return {parts[0](name): _made(parts[1], value) for name, value in said.items()}
+    return said if origin is Literal else _made(parts[0], said)
+
+
+@cache
+def _fields(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """Return names and types of a dataclass's fields; of any other type none."""
+    known = dataclasses.is_dataclass(kind)
+    return tuple(get_type_hints(kind, include_extras=True).items()) if known else ()
 
 
 @dataclass(frozen=True)
@@ -146,12 +171,8 @@ class Report:
     @classmethod
     def read(cls, text: str) -> Report:
         """Return the report of ``in_words()``; ValueError if it is not one."""
-        said = json.loads(text)
-        _structure(Report).check(said, "report")
-        entrance = said["entrance"] and Entrance(**said["entrance"])
-        lists: dict[str, Any] = {"members": tuple(said["members"])}
-        lists["inherited"] = tuple((round_, number) for round_, number in said["inherited"])
-        return cls(**(said | lists | {"entrance": entrance, "terms": Terms(**said["terms"])}))
+        made: Report = _read(cls, json.loads(text))
+        return made
 
 
 @dataclass(frozen=True)
@@ -184,17 +205,8 @@ class Round:
     @classmethod
     def of(cls, said: Any) -> Round:
         """Return the round of ``dataclasses.asdict``, also after JSON; ValueError if it is none."""
-        _structure(Round).check(json.loads(json.dumps(said)), "round")  # with texts as keys
-        return cls(
-            **said
-            | {
-                "members": tuple(said["members"]),
-                "left": tuple(said["left"]),
-                "entered": {int(n): Entrance(**e) for n, e in said["entered"].items()},
-                "inherited": {int(n): tuple(them) for n, them in said["inherited"].items()},
-                "lost": {int(n): norm for n, norm in said["lost"].items()},
-            }
-        )
+        made: Round = _read(cls, json.loads(json.dumps(said)))  # with texts as keys
+        return made
 
 
 @dataclass(frozen=True)
@@ -288,8 +300,7 @@ def read_lines(text: str, name: str) -> Iterator[Round | Ended]:
         try:
             said = json.loads(line)
             if isinstance(said, dict) and set(said) == {"run", "round"}:
-                _structure(Ended).check(said, "end")
-                yield Ended(**said)
+                yield _read(Ended, said)
             else:
                 yield Round.of(said)
         except (ValueError, TypeError) as error:
@@ -424,10 +435,7 @@ def entry_of(text: str) -> Entry:
     """Return the entry of ``in_words``; ValueError if it is none."""
     try:
         kind, said = json.loads(text)
-        names = ("tokens", "members", "addresses")
-        lists = {name: tuple(said[name]) for name in names if name in said}
-        record = {"record": Round.of(said["record"])} if said.get("record") else {}
-        made: Entry = _ENTRIES[kind](**(said | lists | record))
+        made: Entry = _read(_ENTRIES[kind], said)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not an entry of the keeper's log: {error}") from error
     return made
@@ -631,6 +639,7 @@ class Rounds:
 
     Attributes:
         now: the keeper's time, which it moves on.
+        near: seconds of silence after which a member is not called; more where reports are rare.
         heard: token -> process, of those that report and are not refused.
         run: name of the run; empty before one has begun.
         round: number of the round that is under way.
@@ -643,7 +652,7 @@ class Rounds:
     """
 
     def __init__(self, now: float) -> None:
-        self.now, self.heard = now, dict[str, _Process]()
+        self.now, self.near, self.heard = now, NEAR, dict[str, _Process]()
         self.run, self.round, self.attempt = "", 0, 0
         self.called: Called | None = None
         self.judged: set[tuple[str, int, int]] = set()
@@ -727,7 +736,7 @@ class Rounds:
 
     def _call(self) -> Iterator[Entry]:
         """Close the roll of the next attempt, when all or enough have asked."""
-        near = {r.token for r in self.members(NEAR)}
+        near = {r.token for r in self.members(self.near)}
         here = [r for r in self.members() if r.round == self.round]
         asking = [r for r in here if r.phase == "asking" and r.token in near]
         mark = self.common_mark()
@@ -740,11 +749,11 @@ class Rounds:
             self.since = now
         # One that has been silent for as long as it would be waited for has died, or will be late.
         # In a repeated round the silent are not waited for at all: one of them has died.
-        silence = NEAR if self.attempt else max(NEAR, terms.grace)
+        silence = self.near if self.attempt else max(self.near, terms.grace)
         heard = {r.token for r in self.members(silence)}
         coming = [r for r in here if r not in asking and r.token in heard]
         coming = [r for r in coming if r.phase != "asking" or r.token not in near]
-        late = [r for r in self.living(NEAR) if r not in asking]
+        late = [r for r in self.living(self.near) if r not in asking]
         coming += [r for r in late if self.heard[r.token].sent in AWAITED]
         enough = len(asking) >= terms.min_workers
         if not enough or (coming and now - self.since < terms.grace):
@@ -821,7 +830,7 @@ class Rounds:
                 continue
             if heard is not None and heard.report.phase == "left":
                 left.append(number)
-            elif heard is None or self.now - heard.at > NEAR:
+            elif heard is None or self.now - heard.at > self.near:
                 lost[number] = self._norms.get(number, 0.0)
         return tuple(left), lost
 
@@ -848,7 +857,7 @@ class Keeper:
     Attributes:
         rounds: of the run that is under way.
 
-    Laws, in ``tests/units/local_steps/test_roll.py``:
+    Laws, in ``tests/units/elastic/test_roll.py``:
         1. A round is committed once, with one digest, by members that had the same mark.
         2. A member that has read a commit is never asked to repeat that round.
         3. If at least ``min_workers`` members live and are heard, rounds are committed.
@@ -1018,7 +1027,7 @@ class Keeper:
         inside = [r for r in members if r.phase not in ("entering", "ready")]
         mark = rounds.common_mark()
         donors = [r for r in inside if r.round == rounds.round and rounds.is_current(r, mark)]
-        near = {r.token for r in rounds.members(NEAR)}
+        near = {r.token for r in rounds.members(rounds.near)}
         donors = [r for r in donors if r.token in near] or donors
         if not donors:
             return

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from lightning_gc.local_steps.elastic import ElasticExchange, Membership
-from lightning_gc.local_steps.roll import Entry, Member, Report, Round, Verdict
+from lightning_gc.elastic.elastic_exchange import ElasticExchange
+from lightning_gc.elastic.membership import Membership, Status
+from lightning_gc.elastic.roll import Entry, Member, Report, Round, Verdict
 from lightning_gc.transports.island import ALONE
 
 
@@ -26,12 +27,10 @@ def test_a_verdict_is_obeyed_after_a_signal(record: Round | None, expected: str)
     membership: Any = Membership(elastic, ALONE)
     membership.member = Member(Report("token", phase="done", run="run", number=0))
     membership.heed = raises
-    membership._line = SimpleNamespace(
-        next=lambda _: entries.pop() if entries else None,
-        say=lambda _: None,
-        trouble="",
-        awaited="",
-        strange=False,
+    membership._carrier = SimpleNamespace(
+        hear=lambda _: entries.pop() if entries else None,
+        report=lambda _: None,
+        status=Status(),
     )
     exchange: Any = ElasticExchange.__new__(ElasticExchange)
     exchange._membership = membership

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from lightning_gc.local_steps.roll import Ended, Round, check_roll, judged, line_of
+from lightning_gc.elastic.roll import Ended, Round, check_roll, judged, line_of
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class RollFile:
         ValueError: the file is not a roll, or cannot be written or locked.
         BusyError: another process writes it.
 
-    Laws, in ``tests/units/local_steps/test_roll_file.py``:
+    Laws, in ``tests/units/elastic/test_roll_file.py``:
         1. A file is read completely before its first change. A file that is not a roll is refused
            and stays as it is. Only half a line behind complete ones is cut.
         2. A file has one writer, by a lock that ends with its process.

@@ -1,8 +1,8 @@
 """A rendezvous tells its decisions and long waits in sentences."""
 
 from lightning_gc.core.notices import AGAIN, FIRST
-from lightning_gc.local_steps.rendezvous import Chronicle
-from lightning_gc.local_steps.roll import (
+from lightning_gc.elastic.rendezvous import Chronicle
+from lightning_gc.elastic.roll import (
     Begun,
     Called,
     Ended,

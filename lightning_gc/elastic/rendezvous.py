@@ -1,45 +1,27 @@
-"""Rendezvous and Line: where the keeper of an elastic run is heard, and a worker's line to it."""
+"""Rendezvous: where the keeper of an elastic run is heard, in a process or in a worker's."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import errno
-import ipaddress
 import json
 import logging
 import math
-import queue
-import re
 import secrets
-import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from lightning_gc.core import TEXT, Listed, Record
 from lightning_gc.core.notices import AGAIN, FIRST, say
 from lightning_gc.core.saved_state import INTEGER
-from lightning_gc.local_steps.channel import (
-    Guest,
-    HandshakeError,
-    Link,
-    Listener,
-    Seal,
-    StrangerError,
-    calling,
-)
-from lightning_gc.local_steps.roll import (
+from lightning_gc.elastic.channel import Guest, Listener, Seal, calling
+from lightning_gc.elastic.roll import (
     BEAT,
     NEAR,
     Begun,
@@ -52,23 +34,20 @@ from lightning_gc.local_steps.roll import (
     Report,
     Round,
     Verdict,
-    check_roll,
-    entry_of,
     in_words,
     legible,
     workers_in_words,
 )
-from lightning_gc.local_steps.roll_file import BusyError, RollFile
+from lightning_gc.elastic.roll_file import BusyError, RollFile
+from lightning_gc.local_steps.round_plan import check_secret
 from lightning_gc.transports.interfaces import is_bindable
 
 _log = logging.getLogger(__name__)
 KEPT = 4096
 """Number of entries of the log that a worker can still be told."""
-SILENCE = 20.0
-"""Seconds after which a worker calls a rendezvous again that says nothing."""
 _PULSE = 5.0
 """Seconds between two signs of life of a rendezvous."""
-_MOST = 1 << 24
+MOST = 1 << 24
 """Most bytes of a report, an entry or an address of a group."""
 _CROWD = 680
 """Most reports in a second that a rendezvous asks for, as long as workers stay near."""
@@ -76,48 +55,14 @@ _NAP = 2.8e-5
 """Seconds for each worker that a rendezvous waits between two looks, up to 14 ms."""
 _SPACES = 8
 """Groups whose members may still be looking for each other."""
-_PLACE = "rendezvous"
+PLACE = "rendezvous"
+"""What a line to it calls, in the handshake."""
 PAUSE = 3.0
 """Seconds without an answer, after which a worker serves in place of a rendezvous that has died."""
 TAKEN = 10.0
 """Seconds in which ``lightning-gc rendezvous`` takes a port over from a worker."""
 _LAST_READ = 0.5
 """Seconds in which others read what a rendezvous has decided last, before it ends."""
-
-
-def host_and_port(address: Any, owner: str, name: str = "address") -> tuple[str, int]:
-    """Return the parts of ``"host:port"``; ValueError, which names the setting, if it is none."""
-    host, _, port = str(address).rpartition(":")
-    known = isinstance(address, str) and is_host(host) and port.isascii() and port.isdecimal()
-    if not known or not 0 < int(port) < 1 << 16:
-        raise ValueError(
-            f"{owner}({name}={address!r}): give host and port, such as '10.0.0.1:29400', without "
-            f"a scheme or a path. A port is a number from 1 to 65535."
-        )
-    return host.strip("[]"), int(port)
-
-
-def is_host(host: str) -> bool:
-    """Return whether this may be a machine's name or address. An IPv6 one may be in brackets."""
-    if re.fullmatch(r"\w([\w.-]*[\w.])?", host):
-        return True
-    try:
-        return bool(ipaddress.IPv6Address(re.sub(r"\[(.*)\]", r"\1", host)))
-    except ValueError:
-        return False
-
-
-def check_secret(secret: Any, owner: str) -> None:
-    """Raise ValueError if a secret is neither None nor a text that all can have equally."""
-    if secret is None or (isinstance(secret, str) and secret and secret == secret.strip()):
-        return
-    found = "is empty" if isinstance(secret, str) else f"is of type {type(secret).__name__}"
-    if isinstance(secret, str) and secret.strip():
-        found = "begins or ends with white space; use its strip()"
-    raise ValueError(
-        f"{owner}(secret=...): the secret {found}. Give a long random text, or leave it out if "
-        f"everyone who reaches the port may take part."
-    )
 
 
 class Chronicle:
@@ -228,7 +173,7 @@ class Rendezvous:
     def __init__(self, port: int, secret: str | None = None, roll: Path | None = None) -> None:
         check_secret(secret, "Rendezvous")
         try:
-            self._listener = Listener((port,), Seal(secret), _MOST, _PLACE)
+            self._listener = Listener((port,), Seal(secret), MOST, PLACE)
         except OSError as error:
             raise RuntimeError(f"Port {port} cannot be used ({error}). Give another one.") from (
                 error
@@ -419,67 +364,7 @@ class Meetings:
         raise ValueError(f"{str(asked)[:60]} is not a question of a group.")
 
 
-class MeetingStore(Store):
-    """A store of torch by which the members of a group find each other, at the rendezvous.
-
-    Args:
-        link: to the rendezvous, for this store alone.
-        group: name of the group.
-        timeout: seconds that a key is waited for.
-
-    Raises:
-        DistStoreError: from a method: the rendezvous is gone, or nobody has set a key in time.
-    """
-
-    def __init__(self, link: Link, group: str, timeout: float) -> None:
-        super().__init__()
-        self._link, self._group, self._timeout = link, group, timeout
-        self._lock = threading.Lock()  # NCCL's threads ask, too
-
-    def close(self) -> None:
-        """Hang up."""
-        self._link.link.close()
-
-    def set(self, key: str, value: Any) -> None:
-        self._ask("set", [key], values=[bytes(value).hex()])
-
-    def get(self, key: str) -> bytes:
-        return bytes.fromhex(self._ask("get", [key])[0])
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        seconds = self._timeout if timeout is None else timeout.total_seconds()
-        self._ask("get", keys, max(0.001, seconds))
-
-    def check(self, keys: list[str]) -> bool:
-        return all(self._ask("check", keys))
-
-    def add(self, key: str, number: int) -> int:
-        return int(self._ask("add", [key], number=number)[0])
-
-    def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
-        values = [bytes(each).hex() for each in (expected, wanted)]
-        return bytes.fromhex(self._ask("swap", [key], values=values)[0])
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._ask("drop", [key])[0])
-
-    def _ask(self, do: str, keys: list[str], seconds: float = 0.0, **more: Any) -> list[Any]:
-        question = {"do": do, "in": self._group, "keys": list(keys), **more}
-        with self._lock:
-            try:
-                self._link.link.settimeout(seconds or self._timeout)
-                self._link.send(json.dumps(question).encode())
-                answer: list[Any] = json.loads(self._link.receive())
-            except (OSError, ValueError) as error:
-                self.close()  # an answer that came later would be taken for another one's
-                raise dist.DistStoreError(
-                    f"The rendezvous has not answered the group {self._group}, about "
-                    f"{', '.join(keys)}: {error}"
-                ) from error
-        return answer
-
-
-class _Deputy:
+class Deputy:
     """Serves the rendezvous from a worker's process, while nobody else does at its address."""
 
     def __init__(self, host: str, port: int, secret: str | None, roll: Path | None) -> None:
@@ -534,179 +419,6 @@ def _is_here(host: str) -> bool:
     return is_bindable(family, place)
 
 
-class Line:
-    """Sends a worker's reports to the keeper, and brings the entries of its log.
-
-    A thread does it, so that no silent machine can hold up the training thread for longer than it
-    wants to wait. If the rendezvous is gone the thread connects again, for as long as it takes. If
-    the address is this machine's and nobody answers there, this process serves the rendezvous until
-    ``lightning-gc rendezvous`` asks for the port. A new rendezvous is told the rounds that are not
-    in its file.
-
-    Args:
-        host, port: of the rendezvous.
-        secret: that all share.
-        roll: file of the roll, if this process serves the rendezvous.
-
-    Attributes:
-        trouble: why the rendezvous is not there, or does not listen; empty if it does.
-        strange: whether it will not listen to this worker, however often it calls.
-        awaited: for whom workers wait, as the rendezvous has said last; empty if none does.
-
-    Raises:
-        ValueError: the file is not a roll.
-    """
-
-    def __init__(
-        self, host: str, port: int, secret: str | None = None, roll: Path | None = None
-    ) -> None:
-        if roll is not None:
-            check_roll(roll)
-        self._place, self._name, self._seal = (host, port), f"{host}:{port}", Seal(secret)
-        self._deputy = _Deputy(host, port, secret, roll)
-        self._report: Report | None = None
-        self._sent: Report | None = None
-        self._beat = 0
-        self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        self._term, self._cursor, self._pace = "", 0, BEAT
-        self._rounds = deque[Round](maxlen=KEPT)  # committed, as far as it has read
-        self._waker, self._woken = socket.socketpair()
-        self._waker.setblocking(False)
-        self._woken.setblocking(False)
-        self.trouble, self.strange = f"nobody answers at {self._name}", False
-        self.awaited = ""
-        self._thread = threading.Thread(target=self._work, name="elastic", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
-
-    def say(self, report: Report) -> None:
-        """Send this report from now on."""
-        self._report = report
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread is being woken
-            self._waker.send(b"\0")
-
-    def next(self, seconds: float) -> Entry | None:
-        """Return the next entry; None if none has come in this time."""
-        with contextlib.suppress(queue.Empty):
-            return self._entries.get(timeout=seconds)
-        return None
-
-    @contextlib.contextmanager
-    def store(self, group: str, timeout: float) -> Iterator[MeetingStore]:
-        """Yield a store in which the members of a group find each other.
-
-        Raises:
-            DistStoreError: the rendezvous is gone.
-        """
-        try:
-            with self._calling(timeout) as link:
-                yield MeetingStore(link, group, timeout)
-        except OSError as error:
-            raise dist.DistStoreError(str(error)) from error
-
-    def _calling(self, timeout: float) -> contextlib.AbstractContextManager[Link]:
-        name = f"the rendezvous at {self._name}"
-        return calling(self._place, self._seal, _PLACE, _MOST, timeout, name)
-
-    def close(self, wait: float = 2.0) -> None:
-        """Send the last report, and hang up. A rendezvous of this process ends, too.
-
-        Args:
-            wait: seconds that it may take to send it.
-        """
-        atexit.unregister(self.close)
-        limit = time.monotonic() + wait
-        while self._sent is not self._report and time.monotonic() < limit:
-            time.sleep(0.005)
-        self._closed.set()
-        self._wake()
-        self._thread.join(wait)
-        self._deputy.close()
-
-    def _work(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self._deputy.step_in(again=bool(self._term))
-                with self._calling(SILENCE) as link:
-                    self._talk(link)
-            except (OSError, RuntimeError, ValueError) as error:
-                named = self._name in str(error)
-                self.trouble = str(error) if named else f"{self._name}: {error}"
-                self.strange = isinstance(error, StrangerError)
-                self._closed.wait(1.0 if isinstance(error, HandshakeError) else 0.2)
-        for each in (self._waker, self._woken):
-            each.close()
-
-    def _talk(self, link: Link) -> None:
-        """Send and receive until the rendezvous is gone."""
-        self._catch_up(link)
-        sent, due, silent = None, 0.0, time.monotonic() + SILENCE
-        with selectors.DefaultSelector() as selector:
-            for each in (link.link, self._woken):
-                selector.register(each, selectors.EVENT_READ)
-            while not self._closed.is_set() and not self._deputy.gives_back():
-                report, now = self._report, time.monotonic()
-                if report is not sent or now >= due:
-                    due = now + self._pace
-                    if report is not None:
-                        link.send(b"" if report is sent else self._in_words(report))
-                        self._sent = sent = report
-                ready = selector.select(0.0 if link.channel.heard else max(0.0, due - now))
-                for key, _ in ready:
-                    if key.fileobj is link.link:
-                        link.read()
-                        silent = now + SILENCE
-                    else:
-                        self._woken.recv(4096)
-                for message in link.channel.messages():
-                    self._take(json.loads(message))
-                if now > silent:
-                    raise TimeoutError(f"it has said nothing for {SILENCE:g} s")
-            link.hang_up()
-
-    def _catch_up(self, link: Link) -> None:
-        """Go on in the log, or begin in a new one; tell the rounds that a roll's file lacks.
-
-        They come before the reports, from which a new keeper takes what was committed last.
-        """
-        link.send(json.dumps({"term": self._term, "cursor": self._cursor}).encode())
-        match json.loads(link.receive()):
-            case {"term": str(term), "at": int(at), "file": file, **told}:
-                self._take(told)
-                self._term, self._cursor, self.trouble = term, at, ""
-            case other:
-                raise ValueError(f"{str(other)[:60]} is not an answer of a rendezvous")
-        match file:
-            case [str(run), int(last)]:
-                for each in self._rounds:
-                    if each.run != run or each.round > last:
-                        link.send(json.dumps({"round": dataclasses.asdict(each)}).encode())
-
-    def _in_words(self, report: Report) -> bytes:
-        self._beat += 1
-        return json.dumps({"report": replace(report, beat=self._beat).in_words()}).encode()
-
-    def _take(self, message: Any) -> None:
-        """Take a message of the rendezvous."""
-        match message:
-            case {"pace": float(pace), "awaited": str(awaited)}:
-                self._pace, self.awaited = pace, awaited
-            case {"trouble": str(why)}:
-                self.trouble = why
-            case {"entry": str(text)}:
-                self._cursor += 1
-                entry = entry_of(text)
-                if isinstance(entry, Verdict) and entry.record is not None:
-                    self._rounds.append(entry.record)
-                self._entries.put(entry)
-            case other:
-                raise ValueError(f"{str(other)[:60]} is not a message of a rendezvous")
-
-
 def serve(
     port: int,
     secret: str | None,
@@ -747,7 +459,7 @@ def _claim(port: int, seal: Seal) -> None:
             )
         with (
             contextlib.suppress(OSError, ValueError),  # another program, or another secret
-            calling(("127.0.0.1", port), seal, _PLACE, _MOST, 2.0, "the program there") as link,
+            calling(("127.0.0.1", port), seal, PLACE, MOST, 2.0, "the program there") as link,
         ):
             link.send(json.dumps({"wanted": "port"}).encode())
             link.hang_up()
@@ -756,7 +468,7 @@ def _claim(port: int, seal: Seal) -> None:
 
 def _is_free(port: int, seal: Seal) -> bool:
     try:
-        Listener((port,), seal, _MOST, _PLACE).close()
+        Listener((port,), seal, MOST, PLACE).close()
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise BusyError(f"Port {port} cannot be used: {error.strerror}.") from error

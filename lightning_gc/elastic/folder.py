@@ -1,0 +1,475 @@
+"""Folder: an elastic run through a folder or a bucket, where no process serves anything.
+
+Objects, under the URL of the run:
+
+- ``site``: a random name of the folder, which all signatures contain.
+- ``reports/BOX``: what a process says of itself, written again with each beat.
+- ``keeper``: the lease of the process that decides, written again by its holder.
+- ``log/NUMBER``: entries of the keeper's log. Who creates a number first has decided it, so that a
+  second keeper loses.
+- ``rounds/GROUP-PHASE-RANK``: what a member sends in an attempt. Removed after the verdict.
+- ``mail/BOX-...``: questions to a worker, and its answers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gc.core import Exchange, Reply, Request
+from lightning_gc.core.digest import ReplicaError
+from lightning_gc.core.flow import described
+from lightning_gc.core.notices import say
+from lightning_gc.core.saved_state import Tree
+from lightning_gc.elastic.membership import Ask, Status
+from lightning_gc.elastic.objects import Objects
+from lightning_gc.elastic.rendezvous import Chronicle
+from lightning_gc.elastic.roll import (
+    BEAT,
+    NEAR,
+    Called,
+    Ended,
+    Entry,
+    Keeper,
+    Report,
+    Round,
+    Verdict,
+    entry_of,
+    in_words,
+)
+from lightning_gc.elastic.roll_file import RollFile
+from lightning_gc.elastic.snapshot import from_bytes, to_bytes
+from lightning_gc.local_steps.round_plan import Elastic
+from lightning_gc.transports.accounting import human_bytes
+from lightning_gc.transports.base import Transport
+from lightning_gc.transports.peer_error import PeerError
+from lightning_gc.transports.simulated import Simulated
+
+_log = logging.getLogger(__name__)
+KEPT = 256
+"""Objects of the log that stay. A worker that was away for longer continues at the oldest."""
+_SLOWEST = 5.0
+"""Most seconds between two beats, however slow the store is."""
+_SETTLE, _LEASE = 12, 16
+"""Beats that a new keeper listens, and after which a lease that is not renewed is taken over."""
+_ANSWER = ".answer"
+_LATER = ("training", "running")
+"""Phases that are told with the next beat: nobody waits for them."""
+
+
+class Folder:
+    """Carries an elastic run by objects: reports, a log, payloads, questions and answers.
+
+    One thread reports, reads the log, and decides if it holds the lease. Another one answers.
+
+    Args:
+        elastic: as the user has set it.
+
+    Attributes:
+        status: of the keeper.
+
+    Raises:
+        ValueError: the folder is not suitable, or has another secret; the roll is not a roll.
+    """
+
+    def __init__(self, elastic: Elastic) -> None:
+        self._elastic, url = elastic, str(elastic.rendezvous)
+        self._objects = Objects(url, elastic.secret)
+        if elastic.secret is None:
+            _log.warning(
+                "Elastic(secret=None): everyone who can write to %s may take part in this run, and "
+                "change its weights. Make a secret for all: openssl rand -base64 32 > secret.txt",
+                url,
+            )
+        self._roll = None if elastic.roll is None else RollFile(Path(elastic.roll))
+        self._box = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._beat = min(max(BEAT, 10 * self._objects.seconds), _SLOWEST)
+        self._poll = max(0.02, self._objects.seconds)
+        self._report: Report | None = None
+        self._sent: Report | None = None
+        self._beats, self._due = 0, 0.0
+        self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+        self._called: Called | None = None  # without a verdict, as far as it has read
+        self._decided: list[Round | Ended] = []  # as far as it has read
+        self._next = min(map(int, self._objects.names("log")), default=0)  # of the log
+        self._lease: tuple[bytes | None, float] = None, time.monotonic()  # as seen last, and since
+        self._lease_due, self._renewed = 0.0, 0
+        self._desk: _Desk | None = None  # of the keeper, if this process holds the lease
+        self._rounds, self._began = 0, time.monotonic()
+        self._closed, self._woken = threading.Event(), threading.Event()
+        self.status = Status("the run has no keeper yet")
+        self._threads = [threading.Thread(target=self._work, name="elastic", daemon=True)]
+        self._threads[0].start()
+        atexit.register(self.close)
+
+    def report(self, report: Report) -> None:
+        """Write this report from now on."""
+        self._report = report
+        if report.phase not in _LATER:
+            self._woken.set()
+
+    def hear(self, seconds: float) -> Entry | None:
+        """Return the next entry; None if none has come in this time."""
+        with contextlib.suppress(queue.Empty):
+            return self._entries.get(timeout=seconds)
+        return None
+
+    @contextlib.contextmanager
+    def propose(self, group: str, rank: int, size: int) -> Iterator[Transport]:
+        """Yield the transport of an attempt."""
+        yield _Round(self._objects, group, rank, size, self._wait)
+
+    def _wait(self, group: str, began: float, whom: str) -> None:
+        """Wait a moment for others of a group; PeerError if they will not come."""
+        called = self._called
+        if called is None or called.group != group:
+            raise PeerError(f"The round was ended while this worker waited for {whom}.")
+        if time.monotonic() > began + self._elastic.timeout:
+            raise PeerError(
+                f"Nothing has come from {whom} in {self._elastic.timeout:g} s. It has died, or "
+                f"{self._objects.url} is slow; see Elastic(timeout=...)."
+            )
+        time.sleep(self._poll)
+
+    def serve(self, answer: Callable[[Any], Tree]) -> str:
+        """Answer what is asked in this worker's box."""
+        work = threading.Thread(target=self._serve, args=(answer,), name="mail", daemon=True)
+        self._threads.append(work)
+        work.start()
+        return self._box
+
+    def _serve(self, answer: Callable[[Any], Tree]) -> None:
+        while not self._closed.wait(self._beat):
+            with contextlib.suppress(OSError):
+                mail = [n for n in self._objects.names("mail") if n.startswith(f"{self._box}-")]
+                for name in sorted(f"mail/{each}" for each in mail if not each.endswith(_ANSWER)):
+                    question = self._objects.get(name)
+                    self._objects.remove([name])
+                    try:
+                        made = to_bytes(answer(from_bytes(question or b"")))
+                    except ValueError as error:
+                        _log.warning("A question was not answered: %s", error)
+                        made = b""
+                    self._objects.put(name + _ANSWER, made)
+
+    @contextlib.contextmanager
+    def visit(self, address: str) -> Iterator[Ask]:
+        """Yield what writes questions into a worker's box, and waits for its answers."""
+
+        def ask(tree: Tree) -> Any:
+            name = f"mail/{address}-{secrets.token_hex(8)}"
+            limit = time.monotonic() + self._elastic.timeout
+            self._objects.put(name, to_bytes(tree))
+            while (answer := self._objects.get(name + _ANSWER)) is None:
+                if time.monotonic() > limit or self._closed.is_set():
+                    self._objects.remove([name])
+                    raise TimeoutError(
+                        f"the worker at {address} has not answered in {self._elastic.timeout:g} s"
+                    )
+                time.sleep(self._poll)
+            self._objects.remove([name + _ANSWER])
+            return from_bytes(answer)
+
+        yield ask
+
+    def close(self, wait: float = 2.0) -> None:
+        """Write the last report, give the lease back, and tell what the folder has cost."""
+        atexit.unregister(self.close)
+        if self._closed.is_set():
+            return
+        limit = time.monotonic() + max(wait, 4 * self._beat)
+        while self._sent is not self._report and time.monotonic() < limit:
+            time.sleep(0.005)
+        self._closed.set()
+        self._woken.set()
+        for each in self._threads:
+            each.join(wait + 4 * self._beat)
+        self._objects.close()
+        if self._roll is not None:
+            self._roll.close()
+        known, took = self._objects, time.monotonic() - self._began
+        say(
+            "The folder %s took %d requests, %s sent and %s received in %d rounds and %.0f s.",
+            *(known.url, known.requests, human_bytes(known.sent), human_bytes(known.received)),
+            *(self._rounds, took),
+        )
+
+    # ------------------------------------------------------------------ the thread's work
+
+    def _work(self) -> None:
+        failed = False
+        while not self._closed.is_set():
+            pause = self._beat
+            try:
+                now = time.monotonic()
+                self._say(now)
+                while self._read():
+                    pass
+                self._see_lease(now)
+                busy = self._report is not None and self._report.phase != "training"
+                if self._desk is not None:
+                    self._desk.hear(self._report, time.monotonic())
+                    busy = self._decide() or busy or self._desk.busy
+                pause = self._poll if busy else self._beat
+                if failed:
+                    failed, self.status = False, self.status._replace(trouble="")
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                failed, self.status = True, self.status._replace(trouble=str(error))
+            self._woken.wait(min(pause, max(0.0, self._due - time.monotonic())))
+            self._woken.clear()
+        with contextlib.suppress(OSError, ValueError):
+            self._leave()
+
+    def _say(self, now: float) -> None:
+        """Write the report, if there is something new or a beat is due."""
+        report = self._report
+        urgent = report is not self._sent and report is not None and report.phase not in _LATER
+        if report is None or not (urgent or now >= self._due):
+            return
+        self._beats += 1
+        said = {"report": replace(report, beat=self._beats).in_words(), "beat": self._beat}
+        self._objects.put(f"reports/{self._box}", json.dumps(said).encode())
+        self._sent, self._due = report, now + self._beat
+
+    def _read(self) -> bool:
+        """Read the next object of the log; return whether there was one."""
+        body = self._objects.get(f"log/{self._next:08d}")
+        if body is not None:
+            self._take([entry_of(text) for text in json.loads(body)])
+        return body is not None
+
+    def _take(self, entries: list[Entry]) -> None:
+        self._next += 1
+        for entry in entries:
+            if isinstance(entry, Called):
+                self._called = entry
+            elif isinstance(entry, Verdict):
+                self._called = None
+            decided = entry.record if isinstance(entry, Verdict) else entry
+            if isinstance(decided, Round | Ended):
+                self._rounds += 1
+                self._decided = [*self._decided[-KEPT:], decided]
+                if self._roll is not None:
+                    self._roll.append(decided)
+            self._entries.put(entry)
+
+    def _see_lease(self, now: float) -> None:
+        """Renew the lease; or look at it, and take one over that nobody renews."""
+        if now < self._lease_due:
+            return
+        self._lease_due = now + _LEASE * self._beat / 4
+        body = self._objects.get("keeper")
+        if self._desk is not None and body != self._lease[0]:
+            self._retire("another worker has taken it over")
+        if self._desk is not None:
+            self._hold(now)
+            return
+        if body != self._lease[0]:
+            self._lease = body, now
+        if body is not None:
+            told = json.loads(body)
+            self.status = Status(awaited=str(told["awaited"]))
+            oldest = told["next"] - KEPT
+            self._next = max(self._next, oldest)  # what it has not read is gone
+        late = now > self._lease[1] + _LEASE * self._beat
+        if (body is None and self._objects.create("keeper", self._claim())) or late:
+            self._hold(now)
+            self._desk = _Desk(self, now)
+            self.status = Status()
+
+    def _claim(self) -> bytes:
+        """Return the next content of the lease."""
+        self._renewed += 1
+        awaited = "" if self._desk is None else self._desk.awaited
+        said = {"box": self._box, "count": self._renewed, "next": self._next, "awaited": awaited}
+        return json.dumps(said).encode()
+
+    def _hold(self, now: float) -> None:
+        claim = self._claim()
+        self._objects.put("keeper", claim)
+        self._lease = claim, now
+
+    def _retire(self, why: str) -> None:
+        """Decide no more; what was not written was never decided."""
+        _log.warning("This worker does not decide in %s any more: %s.", self._objects.url, why)
+        self._desk, self._lease = None, (None, time.monotonic())
+
+    def _decide(self) -> bool:
+        """Write what is decided now, if it is the first to do so; return whether it has."""
+        desk = self._desk
+        assert desk is not None
+        began = time.monotonic()
+        entries = desk.keeper.tick(began)
+        if not entries:
+            return False
+        number, words = self._next, json.dumps([in_words(each) for each in entries])
+        if not self._objects.create(f"log/{number:08d}", words.encode()):
+            self._retire("another worker has decided")
+            return False
+        # Was it away so long that its number has been decided, and removed?
+        slow = time.monotonic() > began + _LEASE * self._beat / 2
+        if slow and any(int(each) > number for each in self._objects.names("log")):
+            self._objects.remove([f"log/{number:08d}"])
+            self._retire("it was away, and another worker has decided")
+            return False
+        self._take(entries)
+        desk.tell(entries, began)
+        return True
+
+    def _leave(self) -> None:
+        """Let the keeper of this process hear the last report; remove what nobody reads."""
+        if self._desk is not None:
+            self._say(time.monotonic() + self._beat)
+            self._desk.hear(self._report, time.monotonic())
+            while self._desk is not None and self._decide():
+                pass
+        if self._desk is not None:
+            self._objects.remove(["keeper"])
+
+
+class _Desk:
+    """What a process keeps while it holds the lease.
+
+    Reports that were there before it began count once they change: who has died says nothing new.
+    """
+
+    def __init__(self, folder: Folder, now: float) -> None:
+        self._folder, self._objects = folder, folder._objects
+        settle = _SETTLE * folder._beat
+        self.keeper = Keeper(now, settle, file=folder._decided)
+        self._seen = self._objects.names("reports")
+        self._beats = dict.fromkeys(self._seen, folder._beat)
+        self._changed = dict.fromkeys(self._seen, now)
+        self._phases: dict[str, str] = {}
+        self._turns = 0
+        self._chronicle = Chronicle()
+        self.awaited = ""
+        self._remove_rounds()
+
+    @property
+    def busy(self) -> bool:
+        """Whether some worker waits for a decision."""
+        return any(phase != "training" for phase in self._phases.values())
+
+    def hear(self, own: Report | None, now: float) -> None:
+        """Take the reports that have changed, and this process's own."""
+        box, found = self._folder._box, self._objects.names("reports")
+        changed = [name for name in found if found[name] != self._seen.get(name) and name != box]
+        self._seen = found
+        reports = self._objects.get_all(f"reports/{name}" for name in changed)
+        for name, body in zip(changed, reports, strict=True):
+            if body is None:
+                continue
+            said = json.loads(body)
+            report = Report.read(said["report"])
+            self.keeper.hear(report, now)
+            self._beats[name], self._changed[name] = float(said["beat"]), now
+            self._phases[name] = report.phase
+        if own is not None:
+            self._turns += 1
+            self.keeper.hear(replace(own, beat=self._turns), now)
+        here = [name for name in found if name in self._beats] or [box]
+        slowest = max(self._beats.get(name, BEAT) for name in here)
+        self.keeper.rounds.near = NEAR / BEAT * max(slowest, self._folder._beat)
+        gone = [n for n in found if n != box and self._forgotten(n, now)]
+        self._objects.remove([f"reports/{name}" for name in gone])
+        for name in gone:
+            self._phases.pop(name, None)
+        self.awaited = self.keeper.awaited(now)
+        for sentence in self._chronicle.wait(self.awaited, now):
+            say(sentence)
+        status = self._folder.status
+        self._folder.status = status._replace(awaited=self.awaited)
+
+    def _forgotten(self, name: str, now: float) -> bool:
+        return now > self._changed.setdefault(name, now) + max(60.0, 40 * self._folder._beat)
+
+    def tell(self, entries: list[Entry], now: float) -> None:
+        """Say what was decided; remove what is over."""
+        for entry in entries:
+            for sentence in self._chronicle.tell(entry, now):
+                say(sentence)
+        number = self._folder._next
+        if any(isinstance(entry, Verdict) for entry in entries):
+            self._remove_rounds()
+        if number % 64 == 0 and number > KEPT:
+            old = [n for n in self._objects.names("log") if int(n) < number - KEPT]
+            self._objects.remove([f"log/{name}" for name in old])
+
+    def _remove_rounds(self) -> None:
+        """Remove what members have sent in attempts that are over."""
+        group = "" if self._folder._called is None else f"{self._folder._called.group}-"
+        over = [name for name in self._objects.names("rounds") if not group or group not in name]
+        self._objects.remove([f"rounds/{name}" for name in over])
+
+
+class _Round(Transport):
+    """Exchanges requests by objects; each member computes every reply from all of them.
+
+    ``Simulated`` computes it, in the order of members. So all members have the bits of a replay.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        group: str,
+        rank: int,
+        size: int,
+        wait: Callable[[str, float, str], None],
+    ) -> None:
+        self.worker, self.workers, self.sent_bytes = rank, size, 0
+        self._objects, self._group, self._wait = objects, group, wait
+        self._phase = 0
+
+    def fulfil(self, request: Request) -> Reply:
+        """Write this worker's tensors, read those of the others, and compute the reply."""
+        place = f"{self._group}-{self._phase}"
+        self._phase += 1
+        rows = request.payloads if isinstance(request, Exchange) else (request.tensors,)
+        device = rows[0][0].device
+        sent = [[tensor.detach().cpu().clone() for tensor in row] for row in rows]
+        body = to_bytes({"rows": sent})
+        self._objects.put(f"rounds/{place}-{self.worker}", body)
+        self.sent_bytes += len(body)
+        asked: dict[int, Request] = {self.worker: request}
+        began, missing = time.monotonic(), [r for r in range(self.workers) if r != self.worker]
+        while missing:
+            there = self._objects.names("rounds")
+            come = [rank for rank in missing if f"{place}-{rank}" in there]
+            bodies = self._objects.get_all(f"rounds/{place}-{rank}" for rank in come)
+            for rank, each in zip(come, bodies, strict=True):
+                if each is not None:
+                    asked[rank] = _like(request, from_bytes(each)["rows"], device)
+                    missing.remove(rank)
+                    if described(asked[rank]) != described(request):
+                        raise ReplicaError(
+                            f"Member {rank} asks for {described(asked[rank])}, and this worker for "
+                            f"{described(request)}. Give all workers the same settings and model."
+                        )
+            if missing:
+                self._wait(self._group, began, f"members {', '.join(map(str, missing))}")
+        in_order = [asked[rank] for rank in range(self.workers)]
+        return Simulated(self.workers).fulfil(in_order)[self.worker]
+
+
+def _like(request: Request, rows: list[list[Tensor]], device: torch.device) -> Request:
+    """Return a request with other tensors."""
+    payloads = tuple(tuple(tensor.to(device) for tensor in row) for row in rows)
+    if isinstance(request, Exchange):
+        return request._replace(payloads=payloads, into=None)
+    return request._replace(tensors=payloads[0])
