@@ -48,7 +48,7 @@ class Unequal(Settings):
             Simulated workers only.
         median_clip: scale each tensor of Δ_i down to the median norm per step over workers, where
             its own is larger: ``a_i = min(1, h_i·median_j(‖Δ_j‖/h_j)/‖Δ_i‖)``. The median of an
-            even number is the lower of the middle ones. A worker whose Δ_i is not finite
+            even number is the lower of the middle ones. A worker with a Δ_i that is not finite
             contributes nothing and begins again at the common weights. Clipped parts are lost.
 
     Communication pattern:
@@ -141,7 +141,7 @@ class WallClock:
     """The real time.
 
     Args:
-        device: whose queued work is waited for.
+        device: its queued work is waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
