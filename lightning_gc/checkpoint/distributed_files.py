@@ -349,7 +349,7 @@ _ACTS: dict[str, Callable[[_Unpickled, Any], None]] = {
     "REDUCE": lambda found, value: found.call(),
     "BUILD": lambda found, value: found.fill(),
 }
-"""What each opcode of torch's writer does with the stack and its own value."""
+"""The act of each opcode of torch's writer, on the stack and with the opcode's value."""
 
 
 def _plain(data: bytes) -> Any:

@@ -75,7 +75,7 @@ class Lossless(Codec):
         for part in golomb_rice.pieces(bits):
             frequencies += torch.bincount(_exponents(part), minlength=256)
         falling, order = frequencies.sort(descending=True)
-        # Of a mantissa's 23 bits, values from bfloat16 have only the upper 7, and from float16 10.
+        # A value from bfloat16 has only the upper 7 of a mantissa's 23 bits, from float16 10.
         others = [torch.count_nonzero(each) for each in (bits, bits & 0xFFFF, bits & 0x1FFF)]
         figures = torch.cat([falling, torch.stack([frequencies[0], *others])])
         *counts, zeros, nonzero, beyond_0, beyond_3 = figures.tolist()

@@ -217,7 +217,7 @@ RULES: dict[str, dict[str, Callable[[Any], object]]] = {
         "weights=Uniform(8, "
         "block_size=64), or leave weights_controller out.": lambda g: g.settings.knob is None,
         "{owner}(weights_controller={controller}): it measures gradients, their errors or their "
-        "messages, which do not describe weights. Use Schedule, BySize, Plan or "
+        "messages, which do not describe weights. Use Schedule, Plan or "
         "DynamicBitWidth.": lambda g: g.measures,
         "{owner}(weights_controller={controller}): a trace is of one controller. Use "
         "{of_gradients}(trace=''), "
@@ -320,8 +320,8 @@ RULES: dict[str, dict[str, Callable[[Any], object]]] = {
     },
     "Models in shards": {
         "{owner}: {controller.__class__.__name__} compresses full gradients to see what each "
-        "level costs, and a rank has shards of them; use BySize, "
-        "Plan, or Accordion.": lambda g: g.controller is not None and g.controller.needs.curves,
+        "level costs, and a rank has shards of them; use "
+        "Plan or Accordion.": lambda g: g.controller is not None and g.controller.needs.curves,
     },
     "Tensor-parallel ranks": {
         "{owner}({compressor.method}, tensor_parallel_size={ranks}): its choice depends on all "

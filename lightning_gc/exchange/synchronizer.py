@@ -142,6 +142,7 @@ class Synchronizer(Single):
         transport = Distributed(self._group, purpose, per_node)
         same = configuration.in_words() | {"verify": repr(verify)} | agreed
         same |= compile_kernels(configuration, device)
+        # Before all else: sizes of what is sent later follow from these settings.
         check_agreement(same, transport, device, workers.model)
         self._verification = verification(verify, type(self).__name__)
         self._compares = bool(verify) and self._island.size > 1
@@ -220,6 +221,8 @@ class Synchronizer(Single):
                 self._known.add(what)
                 if self.rounds > 1:  # in round 1 DDP arranges its buckets again
                     self._since = self.rounds
+            # Compare at ages 0, 1, 2, 4, 8, ...: kernels may be taken over late, and most rounds
+            # cost nothing.
             age = self.rounds - self._since
             flow = flow if age & (age - 1) else self._recording.compared(flow, shapes)
         if self._verification is not None:

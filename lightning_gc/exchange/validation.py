@@ -45,7 +45,7 @@ def check_controller(
     given: Controller | str | None,
     compressor: Compressor,
     memory: Memory,
-    whose: str,
+    owner: str,
     *,
     rounds: bool = True,
 ) -> Controller | None:
@@ -55,18 +55,18 @@ def check_controller(
         given: an instance, a name, or None.
         compressor: with its wrappers.
         memory: the error feedback rule.
-        whose: the class or function with this argument.
+        owner: the class or function with this argument.
         rounds: whether gradients are exchanged every H steps, so that a controller may set H.
     """
     if given is None:
         return None
-    controller = make_controller(given, whose)
+    controller = make_controller(given, owner)
     controller.check(compressor.knob)
-    judge("Controller", whose, controller=controller, memory=memory, rounds=rounds)
+    judge("Controller", owner, controller=controller, memory=memory, rounds=rounds)
     return controller
 
 
-def make_controller(given: Any, whose: str, argument: str = "controller") -> Controller:
+def make_controller(given: Any, owner: str, argument: str = "controller") -> Controller:
     """Return a controller that is given as an instance or by name; refuse anything else."""
     known = subclasses(vars(controllers), Controller)
     if isinstance(given, Controller):
@@ -76,11 +76,11 @@ def make_controller(given: Any, whose: str, argument: str = "controller") -> Con
         return found
     if isinstance(given, type) and issubclass(given, Controller):
         raise ValueError(
-            f"{whose}({argument}={given.__name__}): that is a class; give an instance of it, "
+            f"{owner}({argument}={given.__name__}): that is a class; give an instance of it, "
             f"{given.__name__}(...)."
         )
     raise ValueError(
-        f"{whose}({argument}={given!r}): give an instance, such as "
+        f"{owner}({argument}={given!r}): give an instance, such as "
         f"lightning_gc.controllers.Fixed(0.01), or leave it out."
     )
 

@@ -223,7 +223,7 @@ class CommonWeights:
 
     @property
     def replaced(self) -> list[str]:
-        """The parameters whose values in the module are not the common ones; NaN equals NaN."""
+        """The parameters with other values in the module than the common ones; NaN equals NaN."""
         flags = {name: flag for each in self.fragments for name, flag in each.differing().items()}
         return _set(flags)
 
@@ -359,7 +359,7 @@ class CommonBuffers:
         return {n: now[n] for n in names if n in now and now[n].shape == self._frozen[n].shape}
 
     def _changed(self) -> list[str]:
-        """Return the names of tensors in ``_still`` whose bits have changed."""
+        """Return the names of tensors in ``_still`` with changed bits."""
         return [
             name for name, bits in _digests(self._still).items() if bits != self._seen.get(name)
         ]
@@ -516,7 +516,7 @@ class CommonBuffers:
 
 
 def _set(flags: Mapping[str, Tensor]) -> list[str]:
-    """Return the names whose flag is set; a device is waited for once."""
+    """Return the names with a set flag; a device is waited for once."""
     found = torch.stack(list(flags.values())).tolist() if flags else []
     return [name for name, is_set in zip(flags, found, strict=True) if is_set]
 

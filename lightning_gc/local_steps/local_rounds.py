@@ -902,6 +902,6 @@ def _untrained(module: nn.Module, names: Mapping[Tensor, str]) -> dict[str, Tens
 
 
 def in_rounds(now: Moment, every: int) -> Moment:
-    """Return a moment whose steps are rounds of H, as the engine counts."""
+    """Return a moment that counts rounds of H as steps, as the engine does."""
     steps = None if now.total_steps is None else max(now.total_steps // every, 1)
     return dataclasses.replace(now, total_steps=steps, rates_to_come=None)

@@ -45,11 +45,11 @@ def refuse_synchronised_norms(owner: str, module: nn.Module) -> None:
 
 
 _COMMUNICATING = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
-"""Names in ``torch.distributed.optim``, whose import has side effects."""
+"""Names in ``torch.distributed.optim``: its import has side effects."""
 _GROUPS = {"ProcessGroup", "DeviceMesh"}
 """Names in ``torch.distributed``, which some builds of torch lack."""
 _FILLING = "torch.distributed.checkpoint.state_dict"
-"""Module whose functions make a step to create an optimizer's state."""
+"""Module with functions that make a step to create an optimizer's state."""
 _COLLECTIVES = ("c10d", "_c10d_functional")
 """Namespaces of the operators that ``torch.distributed`` calls; send and receive are there too.
 
@@ -97,7 +97,7 @@ def refuse_optimizers(owner: str, optimizers: Iterable[Optimizer]) -> None:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer whose hooks torch calls; Fabric and Accelerate hand steps on to it."""
+    """Return the optimizer with the hooks that torch calls; Fabric and Accelerate hand on steps."""
     while HOOKS not in vars(optimizer) and isinstance(
         getattr(optimizer, "optimizer", None), Optimizer
     ):
@@ -106,7 +106,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 HOOKS = "_optimizer_step_post_hooks"
-"""Attribute of every optimizer whose hooks torch calls."""
+"""Attribute of every optimizer that has the hooks torch calls."""
 
 
 def with_held(optimizer: Any) -> list[Any]:
@@ -338,7 +338,7 @@ def _fills_state(optimizer: Optimizer) -> bool:
 
 
 def _refuse_objects(owner: str, optimizers: Iterable[Optimizer]) -> None:
-    """Raise ValueError for an optimizer whose state has what checkpoints could only pickle."""
+    """Raise ValueError for an optimizer with state that checkpoints could only pickle."""
     for optimizer in optimizers:
         try:
             found = unsaved(optimizer.state_dict())
@@ -411,7 +411,7 @@ class UncountedPasses:
         owner: the class, for the sentence.
         names: exchanged parameter -> name.
         every: returns H.
-        inside: whether a step is under way, whose closure may run passes.
+        inside: whether a step is under way; its closure may run passes.
         first: called before the first pass after a step.
     """
 

@@ -1,4 +1,4 @@
-"""SimulatedClock: predicted time of simulated workers whose steps take different seconds."""
+"""SimulatedClock: predicted time of simulated workers with steps of different seconds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SimulatedClock:
         return self.late[worker]
 
     def arrive(self, seconds: float) -> None:
-        """End the exchange, whose messages take so many seconds."""
+        """End the exchange; its messages take so many seconds."""
         if self._closes is not None:
             self.ended = self._closes + seconds
             self._closes = None

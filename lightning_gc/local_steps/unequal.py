@@ -48,7 +48,7 @@ class Unequal(Settings):
             Simulated workers only.
         median_clip: scale each tensor of Δ_i down to the median norm per step over workers, where
             its own is larger: ``a_i = min(1, h_i·median_j(‖Δ_j‖/h_j)/‖Δ_i‖)``. The median of an
-            even number is the lower of the middle ones. A worker whose Δ_i is not finite
+            even number is the lower of the middle ones. A worker with a Δ_i that is not finite
             contributes nothing and begins again at the common weights. Clipped parts are lost.
 
     Communication pattern:
@@ -141,7 +141,7 @@ class WallClock:
     """The real time.
 
     Args:
-        device: whose queued work is waited for.
+        device: its queued work is waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -320,7 +320,7 @@ class Share:
     def _scales(self, gathered: Tensor) -> Tensor:
         """Return what each worker multiplies its tensors by, ``(W, T)``; ``(W, 1)`` if by one.
 
-        That is the share ``w_i·W/Σ_j w_j`` times the clip ``a_i``.
+        The number is the share ``w_i·W/Σ_j w_j`` times the clip ``a_i``.
         """
         numbers = gathered.double()
         weights, steps, norms = numbers[:, :1], numbers[:, 1:2].clamp(min=1), numbers[:, _OWN:]

@@ -172,12 +172,12 @@ def _both(given: float | Rate) -> Rate:
     return (given, given) if isinstance(given, int | float) else given
 
 
-def rates(text: str, whose: str) -> Rate:
+def rates(text: str, owner: str) -> Rate:
     """Return 10⁹ bits per second up and down, of ``"1gbit"`` or ``"20mbit/200mbit"``.
 
     Args:
         text: as written; one rate is that of both directions.
-        whose: as for ``rate``, which refuses what is none.
+        owner: as for ``rate``, which refuses what is none.
 
     Example:
         >>> rates("1gbit", "--link "), rates("20mbit/200mbit", "--link ")
@@ -185,16 +185,16 @@ def rates(text: str, whose: str) -> Rate:
     """
     both = re.fullmatch(r"([^/]*)/\s*(\d.*)", text.strip())
     if both is None:
-        return _both(rate(text, whose))
-    return rate(both[1], whose), rate(both[2], whose)
+        return _both(rate(text, owner))
+    return rate(both[1], owner), rate(both[2], owner)
 
 
-def rate(text: str, whose: str) -> float:
+def rate(text: str, owner: str) -> float:
     """Return 10⁹ bits per second of ``"1gbit"`` or ``"100mbit"``.
 
     Args:
         text: as written.
-        whose: what it was written for, for the error message.
+        owner: what it was written for, for the error message.
 
     Raises:
         ValueError: the text is not a rate.
@@ -214,5 +214,5 @@ def rate(text: str, whose: str) -> float:
         number = float(near[1]) * (8 if in_bytes else 1)
         meant = f" (did you mean {number:g}{near[2].lower()}bit?)"
     raise ValueError(
-        f"{whose}{text!r} is not a rate{meant}. Write it as 1gbit, 2.5gbit or 100mbit."
+        f"{owner}{text!r} is not a rate{meant}. Write it as 1gbit, 2.5gbit or 100mbit."
     )

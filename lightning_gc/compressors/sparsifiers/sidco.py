@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,9 +97,6 @@ class _Excess:
 
     def _only(self, values: Tensor) -> Tensor:
         return values if self._others is None else values.masked_fill(self._others, 0.0)
-
-
-Quantile = Callable[[_Excess, float], Tensor]
 
 
 def _exponential(excess: _Excess, share: float) -> Tensor:

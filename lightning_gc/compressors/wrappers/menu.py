@@ -26,7 +26,7 @@ from lightning_gc.core.saved_state import NOTHING, Leaf, Record
 from lightning_gc.core.settings import short
 
 _SIZE = 1 << 20
-"""Elements of the square matrix by whose payload the compressors are put in order."""
+"""Elements of a square matrix: its payloads put the compressors in order."""
 _OWNER = "method of the menu"
 """Entry of a parameter's state: the name of the compressor to which the state belongs."""
 
@@ -89,7 +89,7 @@ class Menu(Compressor):
 
     Raises:
         ValueError: fewer than two compressors, an unknown name, another menu inside, or a
-            compressor that cannot stand beside others: one whose workers vote, which leaves no
+            compressor that cannot stand beside others: one with a vote, which leaves no
             error for the next one, and one that reads the state of all tensors.
 
     Example:

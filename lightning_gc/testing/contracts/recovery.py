@@ -42,7 +42,7 @@ class RecoveryContract:
     Each compressor has the memory that it has by default.
 
     Attributes:
-        crowds: numbers of workers whose finite gradients have finite means and errors.
+        crowds: numbers of workers for which finite gradients have finite means and errors.
     """
 
     crowds: tuple[int, ...] = (1, 2, 4)
