@@ -75,8 +75,9 @@ class Choice:
             refuse(self.field, "the choice has no values; give at least one")
         for value in self.values:
             if not isinstance(value, str | int | float | None):
-                why = f"{value!r} is not a choice; use numbers, strings, booleans or null"
-                refuse(self.field, why)
+                refuse(
+                    self.field, f"{value!r} is not a choice; use numbers, strings, booleans or null"
+                )
 
 
 Space = tuple[Range | Choice, ...]

@@ -53,7 +53,6 @@ from lightning_gc.core import (
     elias_fano,
     payload_validation,
 )
-from lightning_gc.core.refusal import refuse
 
 if TYPE_CHECKING:
     from lightning_gc.kernels.gpu.blocks import Table as BlockTable
@@ -110,11 +109,11 @@ class Quantised(Codec):
         chosen = TopK(0.01) if self.sparsifier is None else self.sparsifier
         values = QSGD(4, 64) if self.quantiser is None else self.quantiser
         if not isinstance(chosen, SparseCodec):
-            why = (
-                "sparsifier must be a SparseCodec, which chooses elements by position; use "
-                "TopK(0.01), for example. Wrappers go around Quantised"
+            raise ValueError(
+                f"Quantised(sparsifier={chosen!r}): sparsifier must be a SparseCodec, which "
+                f"chooses elements by position; use TopK(0.01), for example. Wrappers go around "
+                f"Quantised."
             )
-            refuse("Quantised", why, sparsifier=chosen)
         if (
             not isinstance(values, Codec)
             or values.traits.kind == "sparsifier"
