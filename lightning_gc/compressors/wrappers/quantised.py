@@ -53,7 +53,6 @@ from lightning_gc.core import (
     elias_fano,
     payload_validation,
 )
-from lightning_gc.core.refusal import refuse
 
 if TYPE_CHECKING:
     from lightning_gc.kernels.gpu.blocks import Table as BlockTable
