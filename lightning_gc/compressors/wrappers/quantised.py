@@ -45,7 +45,6 @@ from lightning_gc.compressors.sparsifiers.sparse_codec import (
 )
 from lightning_gc.compressors.sparsifiers.topk import TopK
 from lightning_gc.core import (
-from lightning_gc.core.refusal import refuse
     Bucket,
     Field,
     Payload,
@@ -54,6 +53,7 @@ from lightning_gc.core.refusal import refuse
     elias_fano,
     payload_validation,
 )
+from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.sparse import Selection
 
 _STEP = 16  # positions; that many more always take at least one byte more
