@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc.attachment.attached import Attached, AttachedDDP, Setup
 from lightning_gc.attachment.attached_shards import AttachedScatters, AttachedShards
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core.registry import did_you_mean
-from lightning_gc.exchange import configure
-from lightning_gc.exchange.automatic import IN_FSDP, permitted, refuse_auto
-from lightning_gc.exchange.validation import ELSEWHERE, check_timeout, make_controller
-from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.core.settings import parted, takes_fields
+from lightning_gc.exchange import Compression, WayIn
+from lightning_gc.exchange.automatic import IN_FSDP
+from lightning_gc.exchange.compression import CompressionFields
+from lightning_gc.exchange.validation import ELSEWHERE, check_timeout
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import units_of
@@ -66,6 +66,11 @@ class FSDPArguments(TypedDict, total=False):
     workers_per_node: int | None
 
 
+class AttachFields(CompressionFields, FSDPArguments, total=False):
+    """What ``attach`` takes by name, for type checkers."""
+
+
+@takes_fields(Compression)
 def attach(
     module: DistributedDataParallel | FSDPModule,
     compressor: Compressor | str | None = None,
@@ -75,12 +80,9 @@ def attach(
     *,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = (),
     scaler: torch.amp.GradScaler | None = None,
-    seed: int = 0,
     timeout: timedelta | None = None,
-    verify: Verify = 0,
     bucket_cap_mb: float = 25,
-    min_numel: int = MIN_NUMEL,
-    **fsdp: Unpack[FSDPArguments],
+    **further: Unpack[AttachFields],
 ) -> Attached:
     """Compress the gradients that a ``DistributedDataParallel`` or FSDP2 module exchanges.
 
@@ -107,17 +109,16 @@ def attach(
             all optimizers of the process are checked, given or not.
         scaler: of fp16 training, with DDP only. Errors are kept unscaled, and restored when it
             skips a step.
-        seed: of the compressor's private random numbers, equal on all workers.
         timeout: of the exchange's collectives. Default: the process group's timeout, which is the
             only one of a model in shards without replicas.
-        verify: what workers compare, as for ``CompressedDDPStrategy``; of a model in shards,
-            replicas compare their shards, and without replicas only ``"payload"`` is possible. An
-            error of a step is raised by ``check``, the next forward pass, or ``close``.
         bucket_cap_mb: of a model in shards with replicas: megabytes of a rank's shards from which
             on a bucket is full, as for ``CompressedHSDPStrategy``. DDP has its own.
-        min_numel: as for ``CompressedDDPStrategy``.
-        fsdp: ``weights``, ``weights_controller``, ``hops`` and ``workers_per_node``, of a model in
-            shards without replicas: see ``FSDPArguments``.
+        further: ``weights``, ``weights_controller``, ``hops`` and ``workers_per_node``, of a model
+            in shards without replicas: see ``FSDPArguments``.
+
+    In a model in shards ``verify`` lets replicas compare their shards; without replicas only
+    ``"payload"`` is possible. An error of a step is raised by ``check``, the next forward pass, or
+    ``close``.
 
     Returns:
         A handle for levels, byte counts, checkpoints and closing.
@@ -146,9 +147,11 @@ def attach(
             loss.backward()
             optimizer.step()
     """
+    refuse_unknown("attach", further)
+    exchanged, others = parted(further, Compression)
+    fsdp = cast(FSDPArguments, others)
     weights, weights_controller = fsdp.get("weights"), fsdp.get("weights_controller")
     hops, workers_per_node = fsdp.get("hops", 1), fsdp.get("workers_per_node")
-    refuse_unknown("attach", fsdp)
     if compressor is None:
         raise ValueError("attach needs a compressor; write attach(module, QSGD(4)).")
     check_timeout("attach", timeout)
@@ -159,37 +162,30 @@ def attach(
     tensors = tensor_group_of(units)
     size = 1 if tensors is None else tensors.size()
     alone = isinstance(module, FSDPModule) and not any(unit.replicates for unit in units)
+    way = _ALONE if alone else _REPLICAS if units else WayIn("attach")
     if alone:
-        refuse_auto("attach(...) of a model in shards", compressor, controller, IN_FSDP)
         check_legs("attach", compressor, weights, hops, workers_per_node)
         _refuse_replica_arguments(scheme=scheme, timeout=timeout, bucket_cap_mb=bucket_cap_mb)
-        check_verify("attach", verify)
+        check_verify("attach", exchanged.get("verify", 0))
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         scheme = ReduceScatter(workers_per_node or (max(local // size, 1) if hops == 2 else 1))
     else:
         _refuse_fsdp_arguments(fsdp)
-    compressor, memory, controller = permitted("attach", compressor, memory, controller)
-    configuration = configure("attach", compressor, memory, scheme, seed, min_numel)
+    given = Compression(compressor, memory, scheme, controller, **exchanged)
+    compression = given.resolved(way)
     if isinstance(optimizers, torch.optim.Optimizer):
         optimizers = [optimizers]
-    verification(verify, "attach")
     its = list(optimizers or ())
-    if isinstance(controller, str):
-        controller = make_controller(controller, "attach")
-    decides = controller is not None and not controller.needs.weighed  # such as Accordion
-    for name, given in {"controller": controller, "weights_controller": weights_controller}.items():
-        if given is not None and not its and (decides or given is weights_controller):
+    decides = compression.controller
+    for name, chooses in {"controller": decides, "weights_controller": weights_controller}.items():
+        weighed = isinstance(chooses, Controller) and chooses.needs.weighed
+        if chooses is not None and not its and not weighed:  # such as Accordion
             raise ValueError(
-                f"attach(..., {name}={given}): a controller sees the learning rates; give "
+                f"attach(..., {name}={chooses}): a controller sees the learning rates; give "
                 f"optimizers=optimizer."
             )
     if isinstance(module, DistributedDataParallel):
-        setup = Setup.of_loop(
-            *("attach", configuration, controller, its, module),
-            scaler=scaler,
-            timeout=timeout,
-            verify=verify,
-        )
+        setup = Setup.of_loop(way, compression, its, module, scaler=scaler, timeout=timeout)
         return AttachedDDP(module, setup).watch()
     if scaler is not None and scaler.is_enabled():
         raise ValueError(
@@ -197,29 +193,30 @@ def attach(
             "which need no loss scaling; leave it out."
         )
     check_bucket_cap("attach", bucket_cap_mb)
-    refuse_curves("attach", controller)
+    refuse_curves("attach", decides)
+    configuration = compression.configuration
     check_tensor_parallel("attach", size, configuration.compressor)
-    if alone:
-        refuse_errors("attach", configuration.compressor, configuration.memory, memory is not None)
-        gathers = None if weights is None else weights_of("attach", weights, seed, min_numel)
-        setup = Setup.of_loop(
-            *("attach", configuration, controller, its, model, FSDPWorkers),
-            timeout=timeout,
-            verify=verify,
-            more_workers="use more ranks, or leave attach out",
-        )
-        both = with_weights("attach", controller, weights_controller, gathers)
-        setup = replace(setup, controller=both, device=units[0].device)
-        group = group_of_all(units, tensors)
-        return AttachedScatters(model, setup, group, gathers, tensors).watch()
-    mesh = replicated_mesh(units, tensors)
-    setup = Setup.of_loop(
-        *("attach", configuration, controller, its, model, ShardedWorkers),
-        timeout=timeout,
-        verify=verify,
-        more_workers="give fully_shard a mesh with more replicas, or leave attach out",
-    )
-    return AttachedShards(model, setup, mesh, bucket_cap_mb, units).watch()
+    if not alone:
+        mesh = replicated_mesh(units, tensors)
+        setup = Setup.of_loop(way, compression, its, model, ShardedWorkers, timeout=timeout)
+        return AttachedShards(model, setup, mesh, bucket_cap_mb, units).watch()
+    refuse_errors("attach", configuration.compressor, configuration.memory, memory is not None)
+    gathers = None
+    if weights is not None:
+        gathers = weights_of("attach", weights, given.seed, given.min_numel)
+    both = with_weights("attach", decides, weights_controller, gathers)
+    compression = replace(compression, controller=both)
+    setup = Setup.of_loop(way, compression, its, model, FSDPWorkers, timeout=timeout)
+    group = group_of_all(units, tensors)
+    setup = replace(setup, device=units[0].device)
+    return AttachedScatters(model, setup, group, gathers, tensors).watch()
+
+
+_ALONE = WayIn("attach", more_workers="use more ranks, or leave attach out", no_choice=IN_FSDP)
+_REPLICAS = WayIn(
+    "attach",
+    more_workers="give fully_shard a mesh with more replicas, or leave attach out",
+)
 
 
 def _uncompiled(module: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from lightning_gc.checkpoint.shard_store import (
     ShardedRestoring,
     ShardedSaving,
 )
+from lightning_gc.checkpoint.side_file_store import Kept
 from lightning_gc.exchange import JOINING
 from lightning_gc.lightning.base import RealWorker
 from lightning_gc.sharded.sharded_workers import ShardedWorkers, replica_mesh
@@ -38,9 +39,9 @@ class ShardedStrategy(RealWorker, abc.ABC):
     tensor_parallel_size: int
     way_out = "give the strategy state='off', with which errors begin at zero"
 
-    def _make_state(self, mode: Literal["full", "mean", "off"], dtype: torch.dtype) -> None:
-        self._saving = ShardedSaving(cast(ShardedHost, self), mode, dtype)
-        self._restoring = ShardedRestoring(cast(ShardedHost, self), off=mode == "off")
+    def _keep_state(self, kept: Kept) -> None:
+        self._saving = ShardedSaving(cast(ShardedHost, self), kept.state, kept.dtype)
+        self._restoring = ShardedRestoring(cast(ShardedHost, self), off=kept.state == "off")
 
     @abc.abstractmethod
     def _replicas_of(self, ranks: int) -> int:

@@ -32,7 +32,7 @@ from lightning_gc import (
 )
 from lightning_gc.core.bit_packing import pack, unpack
 from lightning_gc.core.elias_fano import encode
-from lightning_gc.exchange import Synchronizer, Workers, configure
+from lightning_gc.exchange import Compression, Synchronizer, Workers
 from lightning_gc.exchange.validation import refuse_sparse_gradients
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
@@ -89,12 +89,12 @@ nan, inf = float("nan"), float("inf")
         (lambda: CompressedDDPStrategy(TopK(), controller=1), "controller=1", "Fixed(0.01)"),  # type: ignore[arg-type]
         (lambda: CompressedDDPStrategy(TopK(), scheme="all_reduce"), "AllReduce()", "AllGather()"),
         (
-            lambda: CompressedDDPStrategy(TopK(), ddp_comm_hook=fp16_compress_hook),
+            lambda: CompressedDDPStrategy(TopK(), ddp_comm_hook=fp16_compress_hook),  # type: ignore[call-arg]
             "ddp_comm_hook",
             "Remove ddp_comm_hook",
         ),
         (
-            lambda: CompressedDDPStrategy(TopK(), mixed_precision=object()),
+            lambda: CompressedDDPStrategy(TopK(), mixed_precision=object()),  # type: ignore[call-arg]
             "mixed_precision",
             "bf16-mixed",
         ),
@@ -186,6 +186,6 @@ def test_devices_that_are_neither_the_host_nor_cuda(device: str, why: str) -> No
     strategy = SimulatedDDPStrategy(TopK(0.1), workers=2, device=torch.device(device))
     with pytest.raises(ValueError, match=words):
         quiet_trainer(strategy=strategy, max_epochs=1).fit(BoringModel())
-    workers = Workers(configure("attach", TopK(0.1), None, None, 0))
+    workers = Workers(Compression(TopK(0.1)).configured("attach"))
     with pytest.raises(ValueError, match=words):
         Synchronizer(workers, torch.device(device))

@@ -30,7 +30,8 @@ from lightning_gc import (
     Unequal,
 )
 from lightning_gc.compressors import Compressor
-from lightning_gc.exchange.workers import Workers, configure
+from lightning_gc.exchange.compression import Compression
+from lightning_gc.exchange.workers import Workers
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
@@ -76,7 +77,7 @@ class Group:
         **plan: Any,
     ) -> None:
         number = len(speeds)
-        workers = Workers(configure("a test", PerParameter(compressor), memory, None, 0))
+        workers = Workers(Compression(PerParameter(compressor), memory).configured("a test"))
         self.models = [Model() for _ in speeds]
         workers.name(self.models[0])
         self.ledger = Ledger(number, network or NetworkModel())
