@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, Literal, Unpack, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from lightning_gc.attachment.attached_shards import AttachedScatters, AttachedSh
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.core.registry import did_you_mean
-from lightning_gc.core.settings import parted, takes_fields
+from lightning_gc.core.settings import takes_fields
 from lightning_gc.exchange import Compression, WayIn
 from lightning_gc.exchange.automatic import IN_FSDP
 from lightning_gc.exchange.compression import CompressionFields
@@ -45,31 +45,6 @@ from lightning_gc.sharded.unit_scatters import ReduceScatter
 from lightning_gc.sharded.weights_controller import with_weights
 
 
-class FSDPArguments(TypedDict, total=False):
-    """Arguments of ``attach`` for a model in shards without replicas.
-
-    They are as for ``CompressedFSDPStrategy``.
-
-    Attributes:
-        weights: compressor of FSDP2's all-gathers. ``Identity()`` as the compressor leaves
-            gradients as they are.
-        weights_controller: chooses levels of ``weights``, when the training loop calls
-            ``begin_epoch``.
-        hops: in which gradients are exchanged, 1 or 2.
-        workers_per_node: ranks of a node, for two hops; None: ``LOCAL_WORLD_SIZE``, which torchrun
-            sets, divided by the number of tensor-parallel ranks.
-    """
-
-    weights: Weights | None
-    weights_controller: Controller | str | None
-    hops: Literal[1, 2]
-    workers_per_node: int | None
-
-
-class AttachFields(CompressionFields, FSDPArguments, total=False):
-    """What ``attach`` takes by name, for type checkers."""
-
-
 @takes_fields(Compression)
 def attach(
     module: DistributedDataParallel | FSDPModule,
@@ -82,7 +57,11 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
     bucket_cap_mb: float = 25,
-    **further: Unpack[AttachFields],
+    weights: Weights | None = None,
+    weights_controller: Controller | str | None = None,
+    hops: Literal[1, 2] = 1,
+    workers_per_node: int | None = None,
+    **fields: Unpack[CompressionFields],
 ) -> Attached:
     """Compress the gradients that a ``DistributedDataParallel`` or FSDP2 module exchanges.
 
@@ -113,8 +92,14 @@ def attach(
             only one of a model in shards without replicas.
         bucket_cap_mb: of a model in shards with replicas: megabytes of a rank's shards from which
             on a bucket is full, as for ``CompressedHSDPStrategy``. DDP has its own.
-        further: ``weights``, ``weights_controller``, ``hops`` and ``workers_per_node``, of a model
-            in shards without replicas: see ``FSDPArguments``.
+        weights: of a model in shards without replicas, as for ``CompressedFSDPStrategy``, like the
+            next three: compressor of FSDP2's all-gathers. ``Identity()`` as the compressor leaves
+            gradients as they are.
+        weights_controller: chooses levels of ``weights``, when the loop calls ``begin_epoch``.
+        hops: in which gradients are exchanged, 1 or 2.
+        workers_per_node: ranks of a node, for two hops; None: ``LOCAL_WORLD_SIZE``, which torchrun
+            sets, divided by the number of tensor-parallel ranks.
+        fields: what is exchanged, each described above.
 
     In a model in shards ``verify`` lets replicas compare their shards; without replicas only
     ``"payload"`` is possible. An error of a step is raised by ``check``, the next forward pass, or
@@ -147,11 +132,7 @@ def attach(
             loss.backward()
             optimizer.step()
     """
-    refuse_unknown("attach", further)
-    exchanged, others = parted(further, Compression)
-    fsdp = cast(FSDPArguments, others)
-    weights, weights_controller = fsdp.get("weights"), fsdp.get("weights_controller")
-    hops, workers_per_node = fsdp.get("hops", 1), fsdp.get("workers_per_node")
+    refuse_unknown("attach", fields)
     if compressor is None:
         raise ValueError("attach needs a compressor; write attach(module, QSGD(4)).")
     check_timeout("attach", timeout)
@@ -166,12 +147,13 @@ def attach(
     if alone:
         check_legs("attach", compressor, weights, hops, workers_per_node)
         _refuse_replica_arguments(scheme=scheme, timeout=timeout, bucket_cap_mb=bucket_cap_mb)
-        check_verify("attach", exchanged.get("verify", 0))
+        check_verify("attach", fields.get("verify", Compression.verify))
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         scheme = ReduceScatter(workers_per_node or (max(local // size, 1) if hops == 2 else 1))
     else:
-        _refuse_fsdp_arguments(fsdp)
-    given = Compression(compressor, memory, scheme, controller, **exchanged)
+        of_weights = {"weights": weights, "weights_controller": weights_controller}
+        _refuse_fsdp_arguments(of_weights | {"hops": hops, "workers_per_node": workers_per_node})
+    given = Compression(compressor, memory, scheme, controller, **fields)
     compression = given.resolved(way)
     if isinstance(optimizers, torch.optim.Optimizer):
         optimizers = [optimizers]
@@ -277,15 +259,14 @@ def _refuse_replica_arguments(**given: object) -> None:
 
 def refuse_unknown(owner: str, given: Mapping[str, object]) -> None:
     """Raise ValueError for an argument that ``attach``, or one that calls it, does not take."""
-    *named, _ = inspect.signature(attach).parameters
-    known = [*named, *FSDPArguments.__annotations__]
+    *known, _ = inspect.signature(attach).parameters
     for name in given:
         if name not in known:
             instead = ELSEWHERE.get(name) or did_you_mean(name, known)
             raise ValueError(f"{owner}({name}=...): unknown argument{instead}.")
 
 
-def _refuse_fsdp_arguments(given: FSDPArguments) -> None:
+def _refuse_fsdp_arguments(given: Mapping[str, object]) -> None:
     """Raise ValueError for an argument of FSDP's with another module."""
     for name, value in given.items():
         if value not in (None, 1):
