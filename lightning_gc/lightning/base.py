@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.checkpoint.side_file_store import Kept, Restoring, Saving
-from lightning_gc.checkpoint.side_files import Host
 from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.core.bucket import in_memory_order
@@ -51,11 +50,13 @@ class Resuming(StrategyAPI):
     """Mixin of strategies (``Host``) that makes runs resume bit for bit."""
 
     _resumed_from: Any = None
+    _stores: tuple[Any, Any] = Saving, Restoring
 
     def _keep_state(self, kept: Kept) -> None:
         """Let checkpoints keep so much of the workers' state."""
-        self._saving: Any = Saving(cast(Host, self), kept.state, kept.dtype)
-        self._restoring: Any = Restoring(cast(Host, self), off=kept.state == "off")
+        saving, restoring = self._stores
+        self._saving = saving(self, kept.state, kept.dtype)
+        self._restoring = restoring(self, off=kept.state == "off")
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,9 @@ from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.checkpoint.shard_store import (
     Mesh,
     Part,
-    ShardedHost,
     ShardedRestoring,
     ShardedSaving,
 )
-from lightning_gc.checkpoint.side_file_store import Kept
 from lightning_gc.exchange import JOINING
 from lightning_gc.lightning.base import RealWorker
 from lightning_gc.sharded.sharded_workers import ShardedWorkers, replica_mesh
@@ -38,10 +36,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
     local_workers: ShardedWorkers
     tensor_parallel_size: int
     way_out = "give the strategy state='off', with which errors begin at zero"
-
-    def _keep_state(self, kept: Kept) -> None:
-        self._saving = ShardedSaving(cast(ShardedHost, self), kept.state, kept.dtype)
-        self._restoring = ShardedRestoring(cast(ShardedHost, self), off=kept.state == "off")
+    _stores = ShardedSaving, ShardedRestoring
 
     @abc.abstractmethod
     def _replicas_of(self, ranks: int) -> int:
