@@ -1,6 +1,8 @@
 """How mkdocstrings reads our sources. Part of the build, not of the site."""
 
 import ast
+import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,13 @@ class HouseStyle(griffe.Extension):
             )
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Add error bound and wire format, inherited ones too, to the docstrings of compressors."""
+        """Complete docstrings that the classes themselves complete, or declare a part of.
+
+        Of compressors error bound and wire format, inherited ones too; of what takes the fields of
+        a frozen value, the fields.
+        """
+        for module in ("lightning", "attachment"):
+            self._describe_fields(pkg.members.get(module))
         modules = [pkg["compressors"]] if "compressors" in pkg.members else []
         while modules:
             module = modules.pop()
@@ -41,6 +49,30 @@ class HouseStyle(griffe.Extension):
             for cls in module.classes.values():
                 if not cls.is_alias:
                     self._describe(cls)
+
+    def _describe_fields(self, room: Any) -> None:
+        for each in () if room is None else list(room.members.values()):
+            if each.is_alias or each.is_attribute:
+                continue
+            if each.is_module:
+                self._describe_fields(each)
+            elif any("takes_fields" in str(decorator.value) for decorator in each.decorators):
+                taker = getattr(importlib.import_module(each.module.path), each.name)
+                each.docstring.value = taker.__doc__
+                self.on_instance(obj=each)
+                function = each.members["__init__"] if each.is_class else each
+                given = function.parameters
+                *known, rest = given
+                del given[rest.name]
+                for name, field in inspect.signature(taker).parameters.items():
+                    if name not in {parameter.name for parameter in (*known, rest)}:
+                        of_field: dict[str, Any] = {
+                            "annotation": inspect.formatannotation(field.annotation),
+                            "kind": griffe.ParameterKind.keyword_only,
+                            "default": repr(field.default),
+                        }
+                        given.add(griffe.Parameter(name, **of_field))
+                given.add(rest)
 
     def _describe(self, cls: griffe.Class) -> None:
         finished = any("dataclass" in str(decorator.value) for decorator in cls.decorators)

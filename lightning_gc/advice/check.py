@@ -32,9 +32,9 @@ from lightning_gc.advice.meeting import (
 )
 from lightning_gc.compressors import Identity
 from lightning_gc.core.notices import waiting
+from lightning_gc.exchange.compression import Compression
 from lightning_gc.exchange.kernel_compilation import compile_kernels, own_release
 from lightning_gc.exchange.validation import FIXES
-from lightning_gc.exchange.workers import configure
 from lightning_gc.kernels import dispatch
 from lightning_gc.kernels.dispatch import SWITCH
 from lightning_gc.methods import text_table
@@ -207,7 +207,7 @@ def _software() -> Facts:
     numba, compiled, trouble = _version("numba"), dispatch.on_disk(), dispatch.trouble()
     found = {
         "Python": platform.python_version(),
-        **compile_kernels(configure("lightning-gc check", Identity(), None, None, 0), device),
+        **compile_kernels(Compression(Identity()).configured("lightning-gc check"), device),
         "Lightning": ", ".join(lightning) or "none",
         "lightning_gc": own_release(),
         "wire format": wire[:8],

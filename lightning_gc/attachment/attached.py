@@ -26,14 +26,13 @@ from lightning_gc.checkpoint import memory_store
 from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.compressors.wrappers.size_switch import leaves_out_all
 from lightning_gc.control.control_loop import ControlLoop, Moment
-from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.copies import Single
 from lightning_gc.core.notices import say
+from lightning_gc.exchange.compression import Resolved, WayIn
 from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
 from lightning_gc.exchange.validation import (
-    check_controller,
     check_optimizers,
     not_reached,
     refuse_own_gradients,
@@ -46,8 +45,7 @@ from lightning_gc.exchange.validation import (
     warn_of_one_worker,
     why_not_reached,
 )
-from lightning_gc.exchange.verification import Verify
-from lightning_gc.exchange.workers import Configuration, Workers
+from lightning_gc.exchange.workers import Workers
 from lightning_gc.sharded.shard_validation import refuse_new_parameters
 from lightning_gc.transports.accounting import Account
 from lightning_gc.transports.peer_error import is_from_backend, naming_peers, peers_in_words
@@ -125,37 +123,24 @@ class Setup:
     """Arguments that every way in gives its ``Attached``.
 
     Attributes:
-        owner: the strategy or function with these arguments, for error messages.
+        way: the strategy or function with these arguments, and its advice.
+        compression: what is exchanged.
         checkpoint_parts: of the workers of this process; a later fit uses the same object.
-        controller: chooses levels, or None.
         optimizers: returns the optimizers of the module's parameters.
         device: of the gradients.
         scaler: of fp16 training, or None.
         timeout: of every collective; None: the process group's.
-        verify: what workers compare, as for ``CompressedDDPStrategy``.
-        more_workers: advice in the warning of one worker.
         weights: returns the weights that ``verify`` compares; None: all trained parameters.
-        bypassed: advice where an optimizer steps and nothing went through DDP.
-        unused: how the user sets ``find_unused_parameters=True``.
-        elsewhere: advice where an optimizer trains what is not the module's; maybe empty.
     """
 
-    owner: str
+    way: WayIn
+    compression: Resolved
     checkpoint_parts: CheckpointParts
-    controller: Controller | None
     optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
     device: torch.device
-    scaler: Any
-    timeout: timedelta | None
-    verify: Verify
-    more_workers: str
+    scaler: Any = None
+    timeout: timedelta | None = None
     weights: Callable[[], Iterable[Tensor]] | None = None
-    bypassed: str = (
-        "Call the wrapped module itself, ddp(x), not ddp.module or one of its methods. Run the "
-        "last backward pass before a step outside of no_sync()"
-    )
-    unused: str = "DistributedDataParallel(..., find_unused_parameters=True)"
-    elsewhere: str = "If another module exchanges it, leave attach(optimizers=...) out."
 
     @property
     def workers(self) -> Workers:
@@ -165,7 +150,7 @@ class Setup:
     @property
     def agreed(self) -> dict[str, str]:
         """Settings besides the configuration that must be equal on all workers, as text."""
-        return {"controller": repr(self.controller)}
+        return {"controller": repr(self.compression.controller)}
 
     def prepare_round(self) -> None:
         """Set loss scale and learning rates of the next round."""
@@ -174,40 +159,33 @@ class Setup:
     @classmethod
     def of_loop(
         cls,
-        owner: str,
-        configuration: Configuration,
-        controller: Controller | str | None,
+        way: WayIn,
+        compression: Resolved,
         optimizers: list[torch.optim.Optimizer],
         module: nn.Module,
         workers: type[Workers] = Workers,
         *,
         scaler: Any = None,
         timeout: timedelta | None = None,
-        verify: Verify = 0,
-        more_workers: str = "use more workers, or DDP as it is",
-        **further: Any,
     ) -> Self:
         """Return the setup of a training loop that calls none of our hooks.
 
         Raises:
-            ValueError: a memory or a controller that needs more than a communication hook.
+            ValueError: a memory that needs more than a communication hook.
         """
+        configuration = compression.configuration
         compressor, memory = configuration.compressor, configuration.memory
         groups = [group for each in optimizers for group in each.param_groups]
         judge("Training loop", memory=memory, way="attach", optimizers=groups)
         check_optimizers(compressor, memory, optimizers)
-        controller = check_controller(controller, compressor, memory, owner, rounds=False)
         return cls(
-            owner,
+            way,
+            compression,
             CheckpointParts(workers(configuration)),
-            controller,
             lambda: optimizers,
             max(module.parameters(), key=lambda param: param.requires_grad).device,
             scaler if scaler is not None and scaler.is_enabled() else None,
             timeout,
-            verify,
-            more_workers,
-            **further,
         )
 
 
@@ -327,12 +305,13 @@ class Attached(Single):
 
     def _start(self) -> None:
         """Start the control loop, now that engines exist, and say where nothing is saved."""
-        setup, parts = self._setup, self._setup.checkpoint_parts
-        if setup.controller is not None and parts.control is None:
-            parts.control = ControlLoop(setup.controller, self._workers)
+        controller = self._setup.compression.controller
+        parts = self._setup.checkpoint_parts
+        if controller is not None and parts.control is None:
+            parts.control = ControlLoop(controller, self._workers)
         if parts.control is not None:
             parts.control.attach(parts.rounds)
-        weighs = setup.controller is not None and setup.controller.needs.weighed
+        weighs = controller is not None and controller.needs.weighed
         if self._workers.first.workers == 1 and self._peers.decides and not weighs:
             self._warn_alone()  # Auto is uncompressed there
         elif self._peers.decides and leaves_out_all(
@@ -349,7 +328,7 @@ class Attached(Single):
             self._workers.configuration.compressor,
             "One worker: nothing is sent",
             "differences of weights" if weights else "gradients",
-            self._setup.more_workers,
+            self._setup.way.more_workers,
         )
 
     @property
@@ -371,7 +350,7 @@ class Attached(Single):
     def _before_forward(self, module: nn.Module) -> None:
         self.check()
         self.before_pass()
-        controller = self._setup.controller
+        controller = self._setup.compression.controller
         if controller is not None and controller.needs.weighed and torch.is_grad_enabled():
             # It needs no metrics, so the loop need not call us.
             self.decide(0, partial(Moment, {}))
@@ -393,15 +372,15 @@ class Attached(Single):
 
     def refuse_unsynchronised(self) -> None:
         """Raise RuntimeError for a parameter that is trained, and not exchanged."""
-        optimizers, elsewhere = self._setup.optimizers(), self._setup.elsewhere
+        optimizers, elsewhere = self._setup.optimizers(), self._setup.way.elsewhere
         refuse_new_parameters(self._module, self._exchanged, optimizers, elsewhere)
 
     def advise(self, **words: str) -> None:
         """Let messages name the user's own settings: for a way in that calls ``attach``.
 
-        ``words``: texts of ``Setup``.
+        ``words``: texts of ``WayIn``.
         """
-        self._setup = replace(self._setup, **words)  # type: ignore[arg-type]
+        self._setup = replace(self._setup, way=replace(self._setup.way, **words))  # type: ignore[arg-type]
 
     def why_not_exchanged(self, optimizer: torch.optim.Optimizer, *, within: bool) -> str:
         """Return why a step finds gradients that were not exchanged, and what to do.
@@ -413,9 +392,9 @@ class Attached(Single):
         if within:
             return "Call step() after loss.backward()"
         if not self._stepped.get(optimizer):
-            return self._setup.bypassed
+            return self._setup.way.bypassed
         left = "Or the gradient is left from before that step: call zero_grad() after each step"
-        return f"{self._setup.bypassed}. {left}"
+        return f"{self._setup.way.bypassed}. {left}"
 
     @property
     def exchanges(self) -> int | None:
@@ -523,7 +502,7 @@ class Attached(Single):
         if self.control is None or not self._setup.optimizers():
             raise ValueError(
                 f"A decision needs a controller, and an optimizer for the learning rate. Give "
-                f"{self._setup.owner} both, such as controller=Accordion(low=0.1, high=0.01)."
+                f"{self._setup.way.owner} both, such as controller=Accordion(low=0.1, high=0.01)."
             )
         self.decide(epoch, partial(Moment, metrics or {}, **run))
 
@@ -685,7 +664,7 @@ class AttachedDDP(Attached):
             common=setup.weights,
             revocable=setup.scaler is not None,
             agreed=setup.agreed,
-            verify=setup.verify,
+            verify=setup.compression.verify,
         )
         peers = replace(peers_of(setup.device, group, group), timed=self._synchronizer.timed)
         super().__init__(ddp, setup, peers, self._synchronizer)
@@ -725,12 +704,12 @@ class AttachedDDP(Attached):
 
     def refuse_unsynchronised(self) -> None:
         """Raise RuntimeError for a parameter that is trained, and not exchanged."""
-        optimizers, elsewhere = self._setup.optimizers(), self._setup.elsewhere
+        optimizers, elsewhere = self._setup.optimizers(), self._setup.way.elsewhere
         refuse_unsynchronised(self._module.module, self._exchanged, optimizers, elsewhere)
 
     def why_not_exchanged(self, optimizer: torch.optim.Optimizer, *, within: bool) -> str:
         """As ``Attached.why_not_exchanged``, or which parameters DDP waits for."""
         unreached = {} if within else not_reached(self._module, self._workers.names)
         if unreached:
-            return why_not_reached(self._module, unreached, self._setup.unused)
+            return why_not_reached(self._module, unreached, self._setup.way.unused)
         return super().why_not_exchanged(optimizer, within=within)

@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gc.attachment.attached import Attached, InBackground, Setup, peers_of
-from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
 from lightning_gc.elastic.elastic_exchange import ElasticExchange, ElasticState
 from lightning_gc.exchange import Workers
+from lightning_gc.exchange.compression import Resolved
 from lightning_gc.exchange.peers import Peers, ShardParts, on_all_ranks, take_over
 from lightning_gc.exchange.synchronizer import Synchronizer, leave
 from lightning_gc.exchange.validation import check_agreement
-from lightning_gc.exchange.workers import Configuration
 from lightning_gc.local_steps.local_rounds import Exchanger, LocalRounds, finished, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_shards
 from lightning_gc.local_steps.round_plan import Elastic, RoundPlan
@@ -78,19 +77,9 @@ class MeetingPlace(Protocol):
 
 
 @dataclass(frozen=True)
-class Given:
-    """Settings besides the plan, which a meeting place judges.
+class Given(Resolved):
+    """Settings besides the plan, which a meeting place judges; ``scaler``: of fp16 training."""
 
-    Attributes:
-        configuration: of the exchange.
-        controller: of levels, or None.
-        verify: what workers compare.
-        scaler: of fp16 training, or None.
-    """
-
-    configuration: Configuration
-    controller: Controller | None
-    verify: Any = 0
     scaler: Any = None
 
 
@@ -123,7 +112,7 @@ def _synchronizer(setup: Setup, agreed: Mapping[str, str], **more: Any) -> Synch
         timeout=setup.timeout,
         revocable=True,
         agreed=agreed,
-        verify=setup.verify,
+        verify=setup.compression.verify,
         **more,
     )
 
@@ -189,7 +178,7 @@ class Shards:
             agreed=agreed,
             timeout=setup.timeout,
             revocable=True,
-            verify=setup.verify,
+            verify=setup.compression.verify,
         )
         peers = peers_of(setup.device, between, None, ShardParts(node, setup.device))
         begin = partial(take_over_shards, between=between)
@@ -230,7 +219,7 @@ def _islands(setup: Setup, kind: str, size: int) -> tuple[list[range], list[rang
     ranks = dist.get_world_size()
     if ranks % size:
         raise ValueError(
-            f"{setup.owner}(island={size}): {ranks} processes are not islands of {size}, "
+            f"{setup.way.owner}(island={size}): {ranks} processes are not islands of {size}, "
             f"and all islands must be equal. Start {size}, {2 * size}, {3 * size}, ... of them."
         )
     islands = [range(first, first + size) for first in range(0, ranks, size)]

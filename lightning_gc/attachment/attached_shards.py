@@ -68,7 +68,7 @@ class AttachedShards(Attached):
                 timeout=setup.timeout,
                 before_round=setup.prepare_round,
                 common=setup.weights,
-                verify=setup.verify,
+                verify=setup.compression.verify,
             )
         except BaseException:
             self._replicate()
@@ -78,12 +78,12 @@ class AttachedShards(Attached):
         super().__init__(model, setup, replace(peers, timed=synchronizer.timed), synchronizer)
 
     def _warn_alone(self) -> None:
-        alone = f"{self._setup.owner} has one replica on {dist.get_world_size()} ranks"
+        alone = f"{self._setup.way.owner} has one replica on {dist.get_world_size()} ranks"
         warn_of_one_worker(
             self._workers.configuration.compressor,
             f"{alone}: nothing is sent between nodes",
             "gradients",
-            self._setup.more_workers,
+            self._setup.way.more_workers,
         )
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -140,8 +140,8 @@ class AttachedScatters(Attached):
         agreed = _agreed(setup, units, weights)
         agreed["tensor-parallel ranks"] = repr(workers.tensor_ranks)
         check_agreement(agreed, Distributed(), device, workers.model)
-        verified = verification(setup.verify, setup.owner)
-        numbers = UnitNumbers([unit.name for unit in units], bool(setup.verify))
+        verified = verification(setup.compression.verify, setup.way.owner)
+        numbers = UnitNumbers([unit.name for unit in units], bool(setup.compression.verify))
         near = workers.configuration.neighbours(workers.shards)
         transport = Distributed(group, "a reduce-scatter of gradients", near)
         recording = Recording(verified.transport(transport) if verified else transport)
@@ -182,8 +182,8 @@ class AttachedScatters(Attached):
 
     def _warn_alone(self) -> None:
         warnings.warn(
-            f"{self._setup.owner} has one rank, so that nothing is exchanged or compressed. Give "
-            f"Trainer(devices=2), say.",
+            f"{self._setup.way.owner} has one rank, so that nothing is exchanged or compressed. "
+            f"Give Trainer(devices=2), say.",
             stacklevel=2,
         )
 
@@ -215,7 +215,7 @@ def _agreed(setup: Setup, units: Sequence[Unit], weights: WeightSettings | None)
     return {
         **configuration.in_words(),
         "units": digest_of(of_units),
-        "verify": repr(setup.verify),
+        "verify": repr(setup.compression.verify),
         "weights": repr(weights),
         **setup.agreed,
         **compile_kernels(configuration, setup.device),

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, Literal, Unpack, cast
 
 import torch
 from torch import nn
@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gc.attachment.attached import Attached, AttachedDDP, Setup
 from lightning_gc.attachment.attached_shards import AttachedScatters, AttachedShards
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.registry import did_you_mean
-from lightning_gc.exchange import configure
-from lightning_gc.exchange.automatic import IN_FSDP, permitted, refuse_auto
-from lightning_gc.exchange.validation import ELSEWHERE, check_timeout, make_controller
-from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.core.settings import takes_fields
+from lightning_gc.exchange import Compression, WayIn
+from lightning_gc.exchange.automatic import IN_FSDP
+from lightning_gc.exchange.compression import CompressionFields
+from lightning_gc.exchange.validation import ELSEWHERE, check_timeout
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.sharded.fsdp_units import units_of
@@ -45,27 +45,7 @@ from lightning_gc.sharded.unit_scatters import ReduceScatter
 from lightning_gc.sharded.weights_controller import with_weights
 
 
-class FSDPArguments(TypedDict, total=False):
-    """Arguments of ``attach`` for a model in shards without replicas.
-
-    They are as for ``CompressedFSDPStrategy``.
-
-    Attributes:
-        weights: compressor of FSDP2's all-gathers. ``Identity()`` as the compressor leaves
-            gradients as they are.
-        weights_controller: chooses levels of ``weights``, when the training loop calls
-            ``begin_epoch``.
-        hops: in which gradients are exchanged, 1 or 2.
-        workers_per_node: ranks of a node, for two hops; None: ``LOCAL_WORLD_SIZE``, which torchrun
-            sets, divided by the number of tensor-parallel ranks.
-    """
-
-    weights: Weights | None
-    weights_controller: Controller | str | None
-    hops: Literal[1, 2]
-    workers_per_node: int | None
-
-
+@takes_fields(Compression)
 def attach(
     module: DistributedDataParallel | FSDPModule,
     compressor: Compressor | str | None = None,
@@ -75,12 +55,13 @@ def attach(
     *,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = (),
     scaler: torch.amp.GradScaler | None = None,
-    seed: int = 0,
     timeout: timedelta | None = None,
-    verify: Verify = 0,
     bucket_cap_mb: float = 25,
-    min_numel: int = MIN_NUMEL,
-    **fsdp: Unpack[FSDPArguments],
+    weights: Weights | None = None,
+    weights_controller: Controller | str | None = None,
+    hops: Literal[1, 2] = 1,
+    workers_per_node: int | None = None,
+    **fields: Unpack[CompressionFields],
 ) -> Attached:
     """Compress the gradients that a ``DistributedDataParallel`` or FSDP2 module exchanges.
 
@@ -107,17 +88,22 @@ def attach(
             all optimizers of the process are checked, given or not.
         scaler: of fp16 training, with DDP only. Errors are kept unscaled, and restored when it
             skips a step.
-        seed: of the compressor's private random numbers, equal on all workers.
         timeout: of the exchange's collectives. Default: the process group's timeout, which is the
             only one of a model in shards without replicas.
-        verify: what workers compare, as for ``CompressedDDPStrategy``; of a model in shards,
-            replicas compare their shards, and without replicas only ``"payload"`` is possible. An
-            error of a step is raised by ``check``, the next forward pass, or ``close``.
         bucket_cap_mb: of a model in shards with replicas: megabytes of a rank's shards from which
             on a bucket is full, as for ``CompressedHSDPStrategy``. DDP has its own.
-        min_numel: as for ``CompressedDDPStrategy``.
-        fsdp: ``weights``, ``weights_controller``, ``hops`` and ``workers_per_node``, of a model in
-            shards without replicas: see ``FSDPArguments``.
+        weights: of a model in shards without replicas, as for ``CompressedFSDPStrategy``, like the
+            next three: compressor of FSDP2's all-gathers. ``Identity()`` as the compressor leaves
+            gradients as they are.
+        weights_controller: chooses levels of ``weights``, when the loop calls ``begin_epoch``.
+        hops: in which gradients are exchanged, 1 or 2.
+        workers_per_node: ranks of a node, for two hops; None: ``LOCAL_WORLD_SIZE``, which torchrun
+            sets, divided by the number of tensor-parallel ranks.
+        fields: what is exchanged, each described above.
+
+    In a model in shards ``verify`` lets replicas compare their shards; without replicas only
+    ``"payload"`` is possible. An error of a step is raised by ``check``, the next forward pass, or
+    ``close``.
 
     Returns:
         A handle for levels, byte counts, checkpoints and closing.
@@ -146,9 +132,7 @@ def attach(
             loss.backward()
             optimizer.step()
     """
-    weights, weights_controller = fsdp.get("weights"), fsdp.get("weights_controller")
-    hops, workers_per_node = fsdp.get("hops", 1), fsdp.get("workers_per_node")
-    refuse_unknown("attach", fsdp)
+    refuse_unknown("attach", fields)
     if compressor is None:
         raise ValueError("attach needs a compressor; write attach(module, QSGD(4)).")
     check_timeout("attach", timeout)
@@ -159,65 +143,60 @@ def attach(
     tensors = tensor_group_of(units)
     size = 1 if tensors is None else tensors.size()
     alone = isinstance(module, FSDPModule) and not any(unit.replicates for unit in units)
+    way = _ALONE if alone else _REPLICAS if units else WayIn("attach")
     if alone:
-        refuse_auto("attach(...) of a model in shards", compressor, controller, IN_FSDP)
         check_legs("attach", compressor, weights, hops, workers_per_node)
         refuse_settings("attach(...) of a model in shards", "FSDP")
         of_others = {"scheme": scheme, "timeout": timeout, "bucket_cap_mb": bucket_cap_mb}
         for name, own in of_others.items():
             place = "attach to a model in shards without replicas"
             judge(place, "attach", name=name, value=own)
-        check_verify("attach", verify)
+        check_verify("attach", fields.get("verify", Compression.verify))
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         scheme = ReduceScatter(workers_per_node or (max(local // size, 1) if hops == 2 else 1))
     else:
-        for name, value in fsdp.items():
+        of_weights = ("weights", weights), ("weights_controller", weights_controller)
+        for name, value in (*of_weights, ("hops", hops), ("workers_per_node", workers_per_node)):
             judge("attach to another module", "attach", name=name, value=value)
-    compressor, memory, controller = permitted("attach", compressor, memory, controller)
-    configuration = configure("attach", compressor, memory, scheme, seed, min_numel)
+    given = Compression(compressor, memory, scheme, controller, **fields)
+    compression = given.resolved(way)
     if isinstance(optimizers, torch.optim.Optimizer):
         optimizers = [optimizers]
-    verification(verify, "attach")
     its = list(optimizers or ())
-    if isinstance(controller, str):
-        controller = make_controller(controller, "attach")
-    decides = controller is not None and not controller.needs.weighed  # such as Accordion
-    for name, given in {"controller": controller, "weights_controller": weights_controller}.items():
-        if given is not None and (decides or given is weights_controller):
-            judge("Decisions", "attach", name=name, given=given, optimizers=its)
+    decides = compression.controller
+    for name, chooses in {"controller": decides, "weights_controller": weights_controller}.items():
+        weighed = isinstance(chooses, Controller) and chooses.needs.weighed
+        if chooses is not None and not weighed:  # such as Accordion
+            judge("Decisions", "attach", name=name, given=chooses, optimizers=its)
     if isinstance(module, DistributedDataParallel):
-        setup = Setup.of_loop(
-            *("attach", configuration, controller, its, module),
-            scaler=scaler,
-            timeout=timeout,
-            verify=verify,
-        )
+        setup = Setup.of_loop(way, compression, its, module, scaler=scaler, timeout=timeout)
         return AttachedDDP(module, setup).watch()
     judge("attach to a model in shards", "attach", scaler=scaler)
     check_bucket_cap("attach", bucket_cap_mb)
-    judge("Models in shards", "attach", controller=controller)
+    judge("Models in shards", "attach", controller=decides)
+    configuration = compression.configuration
     check_tensor_parallel("attach", size, configuration.compressor)
-    if alone:
-        refuse_errors("attach", configuration.compressor, configuration.memory, memory is not None)
-        gathers = None if weights is None else weights_of("attach", weights, seed, min_numel)
-        setup = Setup.of_loop(
-            *("attach", configuration, controller, its, model, FSDPWorkers),
-            timeout=timeout,
-            verify=verify,
-            more_workers="use more ranks, or leave attach out",
-        )
-        both = with_weights("attach", controller, weights_controller, gathers)
-        setup = replace(setup, controller=both, device=units[0].device)
-        group = group_of_all(units, tensors)
-        return AttachedScatters(model, setup, group, gathers, tensors).watch()
-    mesh = replicated_mesh(units, tensors)
-    setup = Setup.of_loop(
-        *("attach", configuration, controller, its, model, ShardedWorkers),
-        timeout=timeout,
-        verify=verify,
-        more_workers="give fully_shard a mesh with more replicas, or leave attach out",
-    )
-    return AttachedShards(model, setup, mesh, bucket_cap_mb, units).watch()
+    if not alone:
+        mesh = replicated_mesh(units, tensors)
+        setup = Setup.of_loop(way, compression, its, model, ShardedWorkers, timeout=timeout)
+        return AttachedShards(model, setup, mesh, bucket_cap_mb, units).watch()
+    refuse_errors("attach", configuration.compressor, configuration.memory, memory is not None)
+    gathers = None
+    if weights is not None:
+        gathers = weights_of("attach", weights, given.seed, given.min_numel)
+    both = with_weights("attach", decides, weights_controller, gathers)
+    compression = replace(compression, controller=both)
+    setup = Setup.of_loop(way, compression, its, model, FSDPWorkers, timeout=timeout)
+    group = group_of_all(units, tensors)
+    setup = replace(setup, device=units[0].device)
+    return AttachedScatters(model, setup, group, gathers, tensors).watch()
+
+
+_ALONE = WayIn("attach", more_workers="use more ranks, or leave attach out", no_choice=IN_FSDP)
+_REPLICAS = WayIn(
+    "attach",
+    more_workers="give fully_shard a mesh with more replicas, or leave attach out",
+)
 
 
 def _uncompiled(module: Any) -> Any:
@@ -266,8 +245,7 @@ def _refuse_other_modules(module: object) -> None:
 
 def refuse_unknown(owner: str, given: Mapping[str, object]) -> None:
     """Raise ValueError for an argument that ``attach``, or one that calls it, does not take."""
-    *named, _ = inspect.signature(attach).parameters
-    known = [*named, *FSDPArguments.__annotations__]
+    *known, _ = inspect.signature(attach).parameters
     for name in given:
         if name not in known:
             instead = ELSEWHERE.get(name) or did_you_mean(name, known)

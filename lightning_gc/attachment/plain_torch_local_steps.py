@@ -6,9 +6,10 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import torch
 import torch.distributed as dist
@@ -26,19 +27,18 @@ from lightning_gc.attachment.attached_rounds import (
 )
 from lightning_gc.checkpoint.worker_state import MODULE, CheckpointParts
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import CheckedCalls, parted, takes_fields, unknown_argument
 from lightning_gc.elastic.elastic_exchange import ElasticExchange
 from lightning_gc.elastic.roll import Roll
-from lightning_gc.exchange import configure
-from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS, refuse_auto
-from lightning_gc.exchange.validation import check_controller, check_timeout, refuse_lazy
-from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.exchange import Compression, WayIn
+from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS
+from lightning_gc.exchange.compression import CompressionFields
+from lightning_gc.exchange.validation import check_timeout, refuse_lazy
 from lightning_gc.exchange.workers import local_part, reshard
-from lightning_gc.local_steps import RoundPlan
+from lightning_gc.local_steps import RoundFields, RoundPlan
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
@@ -105,6 +105,20 @@ _SCHEDULED = "_wrapped_by_lr_sched"
 """Torch's schedulers set this attribute on an optimizer's ``step``."""
 
 
+class LoopFields(CompressionFields, RoundFields, total=False):
+    """What ``LocalSteps`` takes by name, for type checkers."""
+
+
+_WAY = WayIn(
+    "LocalSteps",
+    more_workers="start more processes, or leave LocalSteps out",
+    elsewhere="",
+    rounds=True,
+    no_choice=WITH_LOCAL_STEPS,
+)
+
+
+@takes_fields(Compression, RoundPlan)
 class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
     """Let workers train alone for H optimizer steps, and exchange compressed weights then.
 
@@ -124,18 +138,13 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
     Args:
         model: the module that is trained. All workers begin with worker 0's weights and buffers.
         optimizer: of the model's parameters. Every worker makes the same number of steps.
-        compressor: as for ``LocalStepsStrategy``, like all arguments that are not described here.
-        memory: the error feedback rule, of differences of weights.
-        scheme: how payloads become a mean.
         controller: of levels or H; the loop calls ``begin_epoch`` or ``begin_batch``.
         scaler: of fp16 training. A step that it skips counts as a step, so workers agree on the
             rounds.
-        seed: of the compressor's private random numbers.
         timeout: of the exchange's collectives. Default: the process group's timeout. Elastic
             workers have ``Elastic(timeout=...)`` instead.
-        verify: what workers compare.
-        min_numel: as for ``CompressedDDPStrategy``.
-        rounds: ``every`` and the other fields of ``RoundPlan``. ``unequal`` needs
+        fields: what is exchanged, and the rounds' settings, as for ``LocalStepsStrategy``.
+            ``unequal`` needs
             ``pace="equal"``, as the loop makes every step, and another ``weigh`` than ``"tokens"``,
             as its batches are not seen. With an ``island`` of N the model is in shards: call
             ``fully_shard`` with a mesh of these ranks. ``island_rank`` chooses a rank's share of
@@ -170,7 +179,6 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
                     optimizer.step()
     """
 
-    @takes_fields(RoundPlan)
     def __init__(
         self,
         model: nn.Module,
@@ -181,11 +189,8 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         controller: Controller | str | None = None,
         *,
         scaler: torch.amp.GradScaler | None = None,
-        seed: int = 0,
         timeout: timedelta | None = None,
-        verify: Verify = 0,
-        min_numel: int = MIN_NUMEL,
-        **rounds: Any,
+        **fields: Unpack[LoopFields],
     ) -> None:
         owner = type(self).__name__
         if isinstance(optimizer, Compressor) or isinstance(compressor, Optimizer):
@@ -194,18 +199,19 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
                 f"{owner}(model, optimizer, QSGD(4))."
             )
         check_timeout(owner, timeout)
-        fields, unknown = parted(RoundPlan, rounds)
-        plan = RoundPlan(owner=owner, **fields)
-        refuse_auto(owner, compressor, controller, WITH_LOCAL_STEPS)
-        _refuse_unknown(type(self), unknown)
+        exchanged, of_rounds, unknown = parted(fields, Compression, RoundPlan)
+        if unknown:
+            known = list(inspect.signature(type(self)).parameters)
+            raise ValueError(unknown_argument(type(self), next(iter(unknown)), known))
+        plan = RoundPlan(owner=owner, **of_rounds)
         judge("LocalSteps", owner, plan=plan, timeout=timeout)
-        configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
-        parts = configuration.compressor, configuration.memory
-        controller = check_controller(controller, *parts, owner)
-        plan.check(*parts, controller)
-        verification(verify, owner)
+        way = replace(_WAY, owner=owner)
+        compression = Compression(compressor, memory, scheme, controller, **exchanged)
+        given = compression.resolved(way)
+        configuration = given.configuration
+        plan.check(configuration.compressor, configuration.memory, given.controller)
         place = place_of(plan) if plan.island == 1 else Shards(model, plan.island)
-        place.refuse(plan, Given(configuration, controller, verify, scaler))
+        place.refuse(plan, Given(configuration, given.controller, given.verify, scaler))
         optimizer = _judged(model, optimizer, plan, place)
         device = next(p.device for p in model.parameters() if p.requires_grad)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -213,9 +219,7 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         self._count = StepCount(owner, optimizer, entered=plan.elastic is None)
         kept = CheckpointParts(place.kind(configuration), settings={"exchanged": "weights"})
         optimizers = [optimizer]
-        more_workers = "start more processes, or leave LocalSteps out"
-        settings = scaler, timeout, verify, more_workers
-        setup = Setup(owner, kept, controller, lambda: optimizers, device, *settings, elsewhere="")
+        setup = Setup(way, given, kept, lambda: optimizers, device, scaler, timeout)
         super().__init__(model, setup, plan, self._keep_rounds, place)
         self._loop = LoopSteps(self, model, self._count, scaler)
         self._watching += self._loop.watching
@@ -623,12 +627,6 @@ class OutsideChanges:
 def _same(one: Tensor, other: Tensor | None) -> bool:
     """Return whether values are equal; NaN is NaN."""
     return other is not None and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _refuse_unknown(cls: type, given: Mapping[str, Any]) -> None:
-    known = list(inspect.signature(cls).parameters)
-    for name in given:
-        raise ValueError(unknown_argument(cls, name, known))
 
 
 def _judged(

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ from lightning_gc.core import (
 from lightning_gc.core.saved_state import CHECKSUM, Tree, average, with_checksum
 from lightning_gc.exchange.peers import explaining
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAIN = SavedDict(
     SHARED
     | {"workers": COUNT, "run": TEXT, "stem": FILE_NAME}
@@ -66,6 +66,45 @@ FABRIC = SavedDict(
 )
 _LOST = " without a side file"
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What checkpoints keep of errors. Strategies take these fields as arguments.
+
+    Args:
+        state: errors in checkpoints. ``"full"``: every worker's, each in its own file in the folder
+            ``lightning_gc_state`` beside the checkpoint, 4 bytes per parameter and worker; runs
+            resume bit for bit. ``"mean"``: their mean, in the checkpoint itself, 4 bytes per
+            parameter in all; the errors' mean over workers is preserved, not each worker's own.
+            ``"off"``: none; errors begin at zero.
+        state_dtype: ``"float32"``, or ``"bfloat16"`` for half the size at the price of rounding.
+        owner: the strategy with these arguments, for error messages.
+    """
+
+    state: Literal["full", "mean", "off"] = "full"
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    owner: str = field(default="Kept", repr=False)
+
+    def __post_init__(self) -> None:
+        if self.state not in ("full", "mean", "off"):
+            raise ValueError(f"{self.owner}(state={self.state!r}): use 'full', 'mean' or 'off'.")
+        if self.state_dtype not in _DTYPES:
+            raise ValueError(
+                f"{self.owner}(state_dtype={self.state_dtype!r}): use 'float32' or 'bfloat16'."
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of errors in files. In use they are float32."""
+        return _DTYPES[self.state_dtype]
+
+
+class KeptFields(TypedDict, total=False):
+    """The fields of ``Kept``, for type checkers."""
+
+    state: Literal["full", "mean", "off"]
+    state_dtype: Literal["float32", "bfloat16"]
 
 
 @dataclass

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import typing
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +23,7 @@ _SHARE = "density"
 _EXAMPLES = {"compressor": "QSGD(4)"}
 """Argument -> a value with which one may begin."""
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Taker = TypeVar("Taker", bound=Callable[..., Any])
 
 
 class CheckedCalls(ABCMeta):
@@ -107,46 +108,85 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-def takes_fields(settings: type) -> Callable[[Function], Function]:
-    """Let a function with ``**keywords`` take the fields of a frozen value too, each declared once.
+def takes_fields(*settings: type, but: Collection[str] = ()) -> Callable[[Taker], Taker]:
+    """Let a class or function with ``**keywords`` take the fields of frozen values too.
 
-    The function takes them out by ``parted``. ``help``, completion and our sentences list them.
-    LightningCLI finds them in the function's source, in a call of ``settings`` with the keywords.
+    The fields are declared and documented once. ``parted`` takes them out of the keywords. The
+    signature and the docstring have them, for ``help`` and our sentences. For type checkers a
+    ``TypedDict`` of the keywords names them, as in ``**given: Unpack[RoundFields]``.
+
+    LightningCLI reads the signature of a method. It refuses one whose default is an object and not
+    in the source, so such a field is also an argument of a base's ``__init__``.
+
+    Args:
+        settings: the values' classes.
+        but: names of fields that are not taken.
     """
 
-    def taking(function: Function) -> Function:
-        function.takes = settings  # type: ignore[attr-defined]
-        return function
+    def taking(taker: Taker) -> Taker:
+        function: Any = taker.__init__ if isinstance(taker, type) else taker  # type: ignore[misc]
+        function.takes, signature = (settings, but), inspect.signature(function)
+        *parameters, keywords = _taken(function, but_objects=True)
+        # Of a TypedDict LightningCLI takes the names, and does not look where other keywords go.
+        keywords = keywords.replace(annotation=Any)
+        function.__signature__ = signature.replace(parameters=[*parameters, keywords])
+        taker.__doc__ = _described(taker.__doc__ or "", settings, but)
+        return taker
 
     return taking
 
 
-def parted(settings: type, keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keywords that are fields of ``settings``, and the others."""
-    fields = [each.name for each in dataclasses.fields(settings) if each.name in keywords]
-    others = {name: value for name, value in keywords.items() if name not in fields}
-    return {name: keywords[name] for name in fields}, others
-
-
-def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return a method's parameters without ``self``, and the fields that it takes besides."""
-    named = list(inspect.signature(function).parameters.values())[1:]
-    taken: Any = getattr(function, "takes", None)
-    if taken is not None:
-        *named, keywords = named
-        types = typing.get_type_hints(taken)
+def _taken(function: Any, but_objects: bool = False) -> list[inspect.Parameter]:
+    """Return a function's parameters, and the fields that it takes besides."""
+    named = list(inspect.signature(function).parameters.values())
+    settings, but = getattr(function, "takes", ((), ()))
+    left = {each.name for each in named} | {*but}
+    for cls in settings:
+        types, keywords = typing.get_type_hints(cls), named.pop()
         named += [
-            keywords.replace(
-                name=f.name,
-                kind=inspect.Parameter.KEYWORD_ONLY,
-                default=f.default,
-                annotation=types[f.name],
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=types[field.name],
             )
-            for f in dataclasses.fields(taken)
-            if f.repr  # a hidden field is no argument
+            for field in dataclasses.fields(cls)
+            if field.repr and field.name not in left  # a hidden field is no argument
+            if not (but_objects and dataclasses.is_dataclass(field.default))
         ]
         named.append(keywords)
-    return {each.name: each for each in named}
+    return named
+
+
+def _described(doc: str, settings: Sequence[type], but: Collection[str]) -> str:
+    """Return a docstring with the arguments of ``settings`` first, except those that it has."""
+    before, heading, after = inspect.cleandoc(doc).partition("\nArgs:\n")
+    own, gap, rest = after.partition("\n\n")
+    left = {*but, *_entries(own)}
+    for cls in reversed(settings):
+        described = inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:\n")[2]
+        left |= {field.name for field in dataclasses.fields(cls) if not field.repr}
+        entries = _entries(described.partition("\n\n")[0]).items()
+        own = "\n".join([*(text for name, text in entries if name not in left), own])
+    return f"{before}{heading}{own}{gap}{rest}"
+
+
+def _entries(arguments: str) -> dict[str, str]:
+    """Return the descriptions of arguments by their names."""
+    lines = re.split(r"\n(?=    \w+: )", arguments)
+    return {line.strip().partition(":")[0]: line for line in lines}
+
+
+def parted(keywords: Mapping[str, object], *settings: type) -> list[dict[str, Any]]:
+    """Return the keywords that are fields of each of ``settings``, and the others at last."""
+    left = dict(keywords)
+    names = [[f.name for f in dataclasses.fields(cls) if f.name in keywords] for cls in settings]
+    return [*({name: left.pop(name) for name in each} for each in names), left]
+
+
+def parameters_of(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return a method's parameters without ``self``, and the fields that it takes besides."""
+    return {each.name: each for each in _taken(method)[1:]}
 
 
 class Settings(metaclass=CheckedCalls):

@@ -11,7 +11,7 @@ import torch
 from lightning_gc.compressors.wrappers.menu import compressors_of
 from lightning_gc.core.message import FORMAT
 from lightning_gc.core.settings import short
-from lightning_gc.exchange.workers import Configuration
+from lightning_gc.exchange.compression import Configuration
 from lightning_gc.kernels import dispatch
 from lightning_gc.transports.simulated import Simulated
 

@@ -6,7 +6,6 @@ import functools
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,23 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_gc.compressors import COMPRESSORS, Compressor
-from lightning_gc.compressors.wrappers.per_parameter import by_default
-from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.core import Flow
 from lightning_gc.core.bucket import in_memory_order
-from lightning_gc.core.registry import make
 from lightning_gc.engine import Engine
-from lightning_gc.engine.compatibility import (
-    choices_of,
-    combine,
-    default_scheme,
-    waits_of_step,
-)
 from lightning_gc.engine.levels import Requested
+from lightning_gc.exchange.compression import Configuration
 from lightning_gc.exchange.validation import refuse_complex_parameters
-from lightning_gc.memories import MEMORIES, Memory
-from lightning_gc.schemes import SCHEMES, Scheme
 from lightning_gc.transports.accounting import Mark, Recorder
 from lightning_gc.transports.background import Background
 
@@ -292,80 +280,3 @@ def model_in_words(module: nn.Module) -> dict[str, str]:
 def plain_name(name: str) -> str:
     """Return a parameter's name without torch.compile's prefix, for checkpoints."""
     return name.replace("_orig_mod.", "")
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """Settings that must be equal on all workers. Made by ``configure``.
-
-    Attributes:
-        compressor: with its wrappers.
-        memory: as given, or the compressor's default.
-        scheme: as given, or the default; None if the compressor runs its own communication.
-        seed: of private random numbers.
-    """
-
-    compressor: Compressor
-    memory: Memory
-    scheme: Scheme | None
-    seed: int
-
-    def engine(self, worker: int, workers: int) -> Engine:
-        """Return the engine of one of ``workers`` workers."""
-        return Engine(
-            self.compressor,
-            self.memory,
-            self.scheme,
-            worker=worker,
-            workers=workers,
-            seed=self.seed,
-        )
-
-    def waits(self, workers: int) -> bool:
-        """Return whether an exchange among W workers can make the host wait for a GPU."""
-        return any(
-            any(field.varies == "worker" for field in entry.wire(1 << 20))
-            or waits_of_step(entry, self.scheme or default_scheme(entry), workers).limit > 0
-            for entry in choices_of(self.compressor)
-        )
-
-    def neighbours(self, workers: int) -> int:
-        """Return how many consecutive workers are a node, as the scheme knows them."""
-        return 1 if self.scheme is None else self.scheme.neighbours(workers)
-
-    def in_words(self) -> dict[str, str]:
-        """Return ``{name: repr}`` of the settings."""
-        return {name: repr(value) for name, value in vars(self).items()}
-
-
-def configure(
-    owner: str,
-    compressor: Compressor | str,
-    memory: Memory | str | None,
-    scheme: Scheme | str | None,
-    seed: int,
-    min_numel: int = MIN_NUMEL,
-) -> Configuration:
-    """Look names up, fill in defaults, and refuse combinations that cannot work.
-
-    Args:
-        owner: the class or function with these arguments, for error messages.
-        compressor: an instance, or a name from the registry; a bare one works layer by layer.
-        memory: an instance or a name; None: the compressor's default.
-        scheme: an instance or a name; None: the compressor's default.
-        seed: of private random numbers.
-        min_numel: tensors with fewer elements, and 1-D tensors, are sent uncompressed.
-
-    Raises:
-        ValueError: a combination that cannot work, an unknown name, a seed that is not an integer,
-            a ``min_numel`` that ``by_default`` refuses.
-    """
-    if not isinstance(seed, int):
-        raise ValueError(f"{owner}(seed={seed!r}): the seed is a whole number.")
-    compressor = make("compressor", compressor, COMPRESSORS, Compressor)
-    if memory is not None:
-        memory = make("memory", memory, MEMORIES, Memory)
-    if scheme is not None:
-        scheme = make("scheme", scheme, SCHEMES, Scheme)
-    compressor = by_default(compressor, min_numel, owner)
-    return Configuration(*combine(compressor, memory, scheme), seed)

@@ -1,4 +1,4 @@
-"""Refuse arguments that register another DDP hook, are unknown, or need a DDP wrapper.
+"""Name the arguments of strategies; refuse those of hooks, unknown ones, and of a DDP wrapper.
 
 Choose DDP's ``bucket_cap_mb`` on CUDA.
 """
@@ -8,20 +8,100 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from datetime import timedelta
+from typing import Any, Literal, TypedDict
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gc.checkpoint.side_file_store import KeptFields
 from lightning_gc.compressors import COMPRESSORS, Compressor
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.notices import say
 from lightning_gc.core.settings import parameters_of, unknown_argument
 from lightning_gc.exchange.bucketing import RECORDED, WRITTEN, cap_on_cuda, caps, layout
+from lightning_gc.exchange.compression import CompressionFields
 from lightning_gc.exchange.validation import check_timeout
 from lightning_gc.lightning.api import StrategyAPI
+from lightning_gc.local_steps import RoundFields
 
 _HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+
+class DDPArguments(TypedDict, total=False):
+    """Arguments of both ``DDPStrategy`` and of ``DistributedDataParallel``, for type checkers.
+
+    Those of hooks are refused, and so are those that an older torch does not know.
+    """
+
+    accelerator: Any
+    parallel_devices: Any
+    cluster_environment: Any
+    checkpoint_io: Any
+    process_group_backend: str | None
+    timeout: timedelta | None
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
+    broadcast_buffers: bool | None
+    init_sync: bool
+    bucket_cap_mb: float | None
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    delay_all_reduce_named_params: Any
+    param_to_hook_all_reduce: Any
+    device_mesh: Any
+    skip_all_reduce_unused_params: bool
+    bucket_cap_mb_list: Any
+    batched_grad_copy: bool
+    forward_sync_buffers: bool | None
+
+
+class DDPFields(CompressionFields, KeptFields, DDPArguments, total=False):
+    """What ``CompressedDDPStrategy`` takes by name."""
+
+    precision_plugin: Any
+
+
+class LocalStepsFields(DDPFields, RoundFields, total=False):
+    """What ``LocalStepsStrategy`` takes by name."""
+
+
+class FabricFields(CompressionFields, DDPArguments, total=False):
+    """What ``CompressedFabricStrategy`` takes by name."""
+
+    state: Literal["full", "mean", "off"]
+    precision: Any
+
+
+class ShardedArguments(TypedDict, total=False):
+    """Arguments of ``ModelParallelStrategy``, for type checkers."""
+
+    save_distributed_checkpoint: bool
+    process_group_backend: str | None
+    timeout: timedelta | None
+
+
+class HSDPFields(CompressionFields, KeptFields, ShardedArguments, total=False):
+    """What ``CompressedHSDPStrategy`` takes by name."""
+
+
+class FSDPFields(CompressionFields, ShardedArguments, total=False):
+    """What ``CompressedFSDPStrategy`` takes by name."""
+
+    state: Literal["full", "mean", "off"]
+
+
+class SimulatedFields(CompressionFields, KeptFields, total=False):
+    """What ``SimulatedDDPStrategy`` takes by name, with arguments of ``SingleDeviceStrategy``."""
+
+    device: Any
+    accelerator: Any
+    checkpoint_io: Any
+    precision_plugin: Any
+
+
+class SimulatedLocalStepsFields(SimulatedFields, RoundFields, total=False):
+    """What ``SimulatedLocalStepsStrategy`` takes by name."""
 
 
 def refuse_other_hooks(owner: str, ddp_kwargs: Mapping[str, Any], instead: str) -> None:
@@ -105,7 +185,8 @@ def refuse_unknown(
         takes_the_rest: what gets those that no base takes.
     """
     check_timeout(strategy.__name__, given.get("timeout"))
-    known = [name for each in (*_makers(strategy), *takes_the_rest) for name in _arguments(each)]
+    every = [name for each in (*_makers(strategy), *takes_the_rest) for name in _arguments(each)]
+    known = [name for name in every if name not in strategy.__init__.takes[1]]  # type: ignore[misc]
     for name, value in given.items():
         if name not in known:
             field = _of_compressor(compressor, name, value)

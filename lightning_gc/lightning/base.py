@@ -2,31 +2,28 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.attachment.attached import Attached, Setup
-from lightning_gc.checkpoint.side_file_store import DTYPES, Restoring, Saving
-from lightning_gc.checkpoint.side_files import Host
+from lightning_gc.checkpoint.side_file_store import Kept, Restoring, Saving
 from lightning_gc.checkpoint.worker_state import CheckpointParts
-from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import ControlLoop, Moment
-from lightning_gc.controllers import Controller
 from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.core.combinations import judge
-from lightning_gc.core.settings import CheckedCalls
+from lightning_gc.core.settings import CheckedCalls, parted
 from lightning_gc.engine import Engine
-from lightning_gc.exchange import Configuration, Workers, configure
-from lightning_gc.exchange.automatic import permitted, refuse_auto
+from lightning_gc.exchange import Compression, WayIn, Workers
+from lightning_gc.exchange.compression import Resolved
 from lightning_gc.exchange.peers import Parts
 from lightning_gc.exchange.validation import (
     ELSEWHERE,
-    check_controller,
     check_optimizers,
     refuse_lazy,
 )
@@ -45,8 +42,6 @@ from lightning_gc.lightning.workarounds import (
     unshare,
     warn_of_blocking_waits,
 )
-from lightning_gc.memories import Memory
-from lightning_gc.schemes import Scheme
 from lightning_gc.transports.accounting import Recorder
 from lightning_gc.transports.network_model import NetworkModel
 from lightning_gc.transports.peer_error import PeerError
@@ -55,19 +50,14 @@ from lightning_gc.transports.peer_error import PeerError
 class Resuming(StrategyAPI):
     """Mixin of strategies (``Host``) that makes runs resume bit for bit."""
 
-    def _configure_state(
-        self, mode: Literal["full", "mean", "off"], dtype: Literal["float32", "bfloat16"]
-    ) -> None:
-        if mode not in ("full", "mean", "off"):
-            raise ValueError(f"state={mode!r}: use 'full', 'mean' or 'off'.")
-        if dtype not in DTYPES:
-            raise ValueError(f"state_dtype={dtype!r}: use 'float32' or 'bfloat16'.")
-        self._resumed_from: Any = None
-        self._make_state(mode, DTYPES[dtype])
+    _resumed_from: Any = None
+    _stores: tuple[Any, Any] = Saving, Restoring
 
-    def _make_state(self, mode: Literal["full", "mean", "off"], dtype: torch.dtype) -> None:
-        self._saving: Any = Saving(cast(Host, self), mode, dtype)
-        self._restoring: Any = Restoring(cast(Host, self), off=mode == "off")
+    def _keep_state(self, kept: Kept) -> None:
+        """Let checkpoints keep so much of the workers' state."""
+        saving, restoring = self._stores
+        self._saving = saving(self, kept.state, kept.dtype)
+        self._restoring = restoring(self, off=kept.state == "off")
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
@@ -144,17 +134,31 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     _timeout: timedelta | None = None
     _attached: Attached | None = None
     _failed = False
-    _more_workers = "use more workers, or Trainer(strategy='auto')"
-    """Advice in the warning of one worker."""
+    _way = WayIn("", more_workers="use more workers, or Trainer(strategy='auto')", elsewhere="")
+    """What messages say of this way in; ``owner`` is the class of the object."""
+    _kind: type[Workers] = Workers
+    """What keeps the engines of this process."""
     _of_fit = frozenset({"_attached", "_exchange", "_interface", "_own_steps"})
     """Attributes with a default, which are left out of a copy."""
     _lookahead: Lookahead | None = None
     _moment: Callable[[Any, int], Moment] = staticmethod(moment_of)
     """Returns metrics and progress of a Trainer before a batch, for a controller."""
-    _exchanges_rounds = False
-    """Whether workers exchange every H steps, and a controller may set H."""
-    _no_choice = ""
-    """Why ``"auto"`` cannot choose here, and what to take; empty: it can."""
+
+    def __init__(
+        self, compressor: Any, memory: Any, scheme: Any, controller: Any, **given: Any
+    ) -> None:
+        owner = type(self).__name__
+        exchanged, kept, given = parted(given, Compression, Kept)
+        self._way = replace(self._way, owner=owner)
+        compression = Compression(compressor, memory, scheme, controller, **exchanged)
+        resolved = compression.resolved(self._way)
+        configuration = resolved.configuration
+        self.compressor, self.memory = configuration.compressor, configuration.memory
+        self.scheme, self.seed = configuration.scheme, configuration.seed
+        self.controller, self.verify = resolved.controller, resolved.verify
+        self.checkpoint_parts = CheckpointParts(self._kind(configuration))
+        self._keep_state(Kept(**kept, owner=owner))
+        super().__init__(**given)
 
     @property
     def is_alone(self) -> bool:
@@ -168,37 +172,10 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         due = metrics_due(trainer) if trainer and self.control_loop is not None else ()
         return (trainer.callback_metrics if trainer else {}), due
 
-    def _configure(
-        self,
-        compressor: Compressor | str,
-        memory: Memory | str | None,
-        scheme: Scheme | str | None,
-        controller: Controller | str | None,
-        seed: int,
-        state: Literal["full", "mean", "off"],
-        state_dtype: Literal["float32", "bfloat16"],
-        min_numel: int,
-    ) -> None:
-        owner = type(self).__name__
-        if self._no_choice:
-            refuse_auto(owner, compressor, controller, self._no_choice)
-        compressor, memory, controller = permitted(owner, compressor, memory, controller)
-        configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
-        self.compressor, self.memory = configuration.compressor, configuration.memory
-        self.scheme, self.seed = configuration.scheme, configuration.seed
-        self.controller = check_controller(
-            controller, self.compressor, self.memory, owner, rounds=self._exchanges_rounds
-        )
-        self.checkpoint_parts = CheckpointParts(self._workers_of(configuration))
-        self._configure_state(state, state_dtype)
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a fit under way: a copy may begin one of its own."""
         state: Any = super().__getstate__()
         return {name: value for name, value in state.items() if name not in self._of_fit}
-
-    def _workers_of(self, configuration: Configuration) -> Workers:
-        return Workers(configuration)
 
     def __repr__(self) -> str:
         """Return class, compressor, and the Lightning package that it is for.
@@ -264,20 +241,16 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         share = self.memory.lookahead
         self._close()
         self._failed = False
+        unused = f"{type(self).__name__}(..., find_unused_parameters=True)"
         setup = Setup(
-            type(self).__name__,
+            replace(self._way, bypassed=self._bypassed(), unused=unused),
+            Resolved(self.local_workers.configuration, self.controller, self.verify),
             self.checkpoint_parts,
-            self.controller,
             self._its_optimizers,
             self.root_device,
             self._scaler(),
             self._timeout,
-            self.verify,
-            self._more_workers,
             self._common_weights if share else None,
-            self._bypassed(),
-            f"{type(self).__name__}(..., find_unused_parameters=True)",
-            elsewhere="",
         )
         self._attached = make(setup)
         here = {self.local_workers.local(param): name for param, name in self.names.items()}

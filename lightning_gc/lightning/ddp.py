@@ -5,26 +5,33 @@ Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`
 """
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc.attachment.attached import AttachedDDP
+from lightning_gc.checkpoint.side_file_store import Kept
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.settings import takes_fields
+from lightning_gc.exchange import Compression
 from lightning_gc.exchange.validation import check_agreement
-from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import model_in_words
-from lightning_gc.lightning.arguments import bucket_size, refuse_other_hooks, refuse_unknown
+from lightning_gc.lightning.arguments import (
+    DDPFields,
+    bucket_size,
+    refuse_other_hooks,
+    refuse_unknown,
+)
 from lightning_gc.lightning.base import RealWorker
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.distributed import Distributed
 
 
+@takes_fields(Compression, Kept)
 class CompressedDDP(RealWorker):
     """DDP that exchanges compressed gradients.
 
@@ -34,28 +41,6 @@ class CompressedDDP(RealWorker):
     choice), ``"compressed_ddp_topk"`` and so on, after ``import lightning_gc``.
 
     Args:
-        compressor: an instance, or a name from the registry.
-        memory: the error feedback rule. Default: ``ErrorFeedback()`` for biased compressors,
-            ``NoMemory()`` for unbiased ones.
-        scheme: how payloads become a mean. Default: ``AllReduce()`` for linear compressors,
-            ``AllGatherOrTwoShot()`` for quantisers, ``AllGather()`` for sparsifiers.
-        controller: chooses levels, epoch by epoch; None keeps the compressor's own.
-        seed: of the compressor's private random numbers, equal on all workers.
-        state: errors in checkpoints. ``"full"``: every worker's, each in its own file in the folder
-            ``lightning_gc_state`` beside the checkpoint, 4 bytes per parameter and worker; runs
-            resume bit for bit. ``"mean"``: their mean, in the checkpoint itself, 4 bytes per
-            parameter in all; the errors' mean over workers is preserved, not each worker's own.
-            ``"off"``: none; errors begin at zero.
-        state_dtype: ``"float32"``, or ``"bfloat16"`` for half the size at the price of rounding.
-        verify: n: in every n-th step workers compare a digest of the mean gradients, and for n > 1
-            of the weights, and stop with a ``ReplicaError`` that names who differs, before the
-            optimizer's step (on CUDA, one step later). ``"payload"``: as 1, and every message has a
-            checksum, so that a damaged one is not decoded but named with its sender. 0: neither.
-        min_numel: tensors with fewer elements, and 1-D tensors, are sent uncompressed. 0 compresses
-            every tensor, also 1-D ones. ``PerParameter(compressor)`` compresses every tensor too,
-            and ``SizeSwitch(compressor, ...)`` has its own limits: with either, only the default is
-            allowed. So it is with ``Identity``, ``Cast`` and compressors with a vote, such
-            as ``SignSGD``, which compress every tensor.
         ddp_kwargs: as for ``DDPStrategy``: ``find_unused_parameters``, ``static_graph``,
             ``bucket_cap_mb``, ``start_method``, ``process_group_backend``, ``timeout``, ... Without
             ``bucket_cap_mb`` a GPU may get larger buckets than DDP's, by the model's size and by
@@ -101,19 +86,11 @@ class CompressedDDP(RealWorker):
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
         controller: Controller | str | None = None,
-        seed: int = 0,
-        state: Literal["full", "mean", "off"] = "full",
-        state_dtype: Literal["float32", "bfloat16"] = "float32",
-        verify: Verify = 0,
-        min_numel: int = MIN_NUMEL,
-        **ddp_kwargs: Any,
+        **ddp_kwargs: Unpack[DDPFields],
     ) -> None:
         refuse_unknown(type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__)
         refuse_other_hooks("CompressedDDPStrategy", ddp_kwargs, "Trainer(precision='bf16-mixed')")
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        verification(verify, "CompressedDDPStrategy")
-        self.verify = verify
-        super().__init__(**ddp_kwargs)
+        super().__init__(compressor, memory, scheme, controller, **ddp_kwargs)
 
     def _setup_model(self, model: Any) -> DistributedDataParallel:
         """Wrap the module, after workers have compared theirs: DDP broadcasts by the own sizes."""

@@ -7,31 +7,24 @@ Joined with the ``DDPStrategy`` of either package in ``fabric_for_pytorch_lightn
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Unpack
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_gc.attachment.attached import Attached, AttachedDDP, Setup
-from lightning_gc.checkpoint.side_file_store import FabricCheckpoint
+from lightning_gc.checkpoint.side_file_store import FabricCheckpoint, Kept
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
-from lightning_gc.core.settings import CheckedCalls
-from lightning_gc.exchange import configure
-from lightning_gc.exchange.automatic import permitted
-from lightning_gc.exchange.validation import (
-    ELSEWHERE,
-    check_agreement,
-    check_controller,
-    refuse_lazy,
-)
-from lightning_gc.exchange.verification import Verify, verification
+from lightning_gc.core.settings import CheckedCalls, parted, takes_fields
+from lightning_gc.exchange import Compression, Configuration, WayIn
+from lightning_gc.exchange.validation import ELSEWHERE, check_agreement, refuse_lazy
 from lightning_gc.exchange.workers import model_in_words
 from lightning_gc.flavours import FABRICS, EitherLightning, package_of
 from lightning_gc.lightning.arguments import (
+    FabricFields,
     bucket_size,
     refuse_other_hooks,
     refuse_unknown,
@@ -42,6 +35,7 @@ from lightning_gc.schemes import Scheme
 from lightning_gc.transports.distributed import Distributed
 
 
+@takes_fields(Compression, Kept, but=("state_dtype",))
 class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, metaclass=CheckedCalls):
     """DDP of Lightning's Fabric that exchanges compressed gradients.
 
@@ -51,19 +45,14 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
     optimizers and Fabric's gradient scaler.
 
     Args:
-        compressor: as for ``CompressedDDPStrategy``, like all up to ``seed``.
-        memory: the error feedback rule.
-        scheme: how payloads become a mean.
         controller: chooses levels; the loop calls ``fabric.strategy.handle.begin_epoch``.
-        seed: of the compressor's private random numbers.
         state: errors in checkpoints. ``"full"``: ``fabric.save`` writes each worker's errors
             into a separate file, in the folder ``lightning_gc_state`` beside the checkpoint, and
             ``fabric.load`` restores them: runs resume bit for bit. ``"mean"``: the checkpoint
             itself has the mean over workers. ``"off"``: errors begin at zero. If the number of
             workers has changed, each begins with the mean of the errors.
-        verify: as for ``CompressedDDPStrategy``; errors are raised by ``fabric.backward``.
-        min_numel: as for ``CompressedDDPStrategy``.
         ddp_kwargs: as for Fabric's ``DDPStrategy``, with the buckets of ``CompressedDDPStrategy``.
+            What ``verify`` finds is raised by ``fabric.backward``.
 
     Communication pattern:
         As ``CompressedDDPStrategy``: one background thread and process group for each module.
@@ -90,28 +79,30 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
         controller: Controller | str | None = None,
-        seed: int = 0,
-        state: Literal["full", "mean", "off"] = "full",
-        verify: Verify = 0,
-        min_numel: int = MIN_NUMEL,
-        **ddp_kwargs: Any,
+        **ddp_kwargs: Unpack[FabricFields],
     ) -> None:
         owner = type(self).__name__
         refuse_unknown(type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__)
         refuse_other_hooks(owner, ddp_kwargs, "Fabric(precision='bf16-mixed')")
-        if state not in ("full", "mean", "off"):
-            raise ValueError(f"{owner}(state={state!r}): use 'full', 'mean' or 'off'.")
-        compressor, memory, controller = permitted(owner, compressor, memory, controller)
-        self.configuration = configure(owner, compressor, memory, scheme, seed, min_numel)
-        parts = self.configuration
-        self.controller = check_controller(
-            controller, parts.compressor, parts.memory, owner, rounds=False
+        exchanged, kept, others = parted(ddp_kwargs, Compression, Kept)
+        self.state = Kept(**kept, owner=owner).state
+        self._way = WayIn(
+            owner,
+            bypassed="Call the module that fabric.setup returned, not the one it was given, and "
+            "step after a backward pass outside of fabric.no_backward_sync",
+            unused=f"{owner}(..., find_unused_parameters=True)",
+            elsewhere="If it is another module's, give that module to fabric.setup.",
         )
-        verification(verify, owner)
-        self.verify, self.state = verify, state
+        compression = Compression(compressor, memory, scheme, controller, **exchanged)
+        self._compression = compression.resolved(self._way)
         self._attached: dict[nn.Module, Attached] = {}  # by the wrapped module
         self._optimizers: list[Optimizer] = []
-        super().__init__(**ddp_kwargs)
+        super().__init__(**others)
+
+    @property
+    def configuration(self) -> Configuration:
+        """Compressor, memory and scheme."""
+        return self._compression.configuration
 
     def __repr__(self) -> str:
         """Return class, compressor, and the package that it is for.
@@ -171,18 +162,12 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         if before is not None:  # set up again, as for another phase of training
             before.close()
         setup = Setup.of_loop(
-            type(self).__name__,
-            self.configuration,
-            self.controller,
+            self._way,
+            self._compression,
             self._optimizers_of(module),
             module,
             scaler=getattr(self.precision, "scaler", None),
             timeout=self._timeout,
-            verify=self.verify,
-            bypassed="Call the module that fabric.setup returned, not the one it was given, and "
-            "step after a backward pass outside of fabric.no_backward_sync",
-            unused=f"{type(self).__name__}(..., find_unused_parameters=True)",
-            elsewhere="If it is another module's, give that module to fabric.setup.",
         )
         self._attached[module] = AttachedDDP(ddp, setup).watch()
         return ddp

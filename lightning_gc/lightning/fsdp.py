@@ -5,21 +5,22 @@ Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lig
 """
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch.distributed as dist
 
 from lightning_gc.attachment.attached import Setup
 from lightning_gc.attachment.attached_shards import AttachedScatters
 from lightning_gc.checkpoint.shard_store import Mesh
+from lightning_gc.checkpoint.side_file_store import Kept
 from lightning_gc.compressors import Compressor, Identity
-from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
-from lightning_gc.exchange import Configuration
-from lightning_gc.exchange.automatic import IN_FSDP, refuse_auto
+from lightning_gc.core.settings import parted, takes_fields
+from lightning_gc.exchange import Compression
+from lightning_gc.exchange.automatic import IN_FSDP
 from lightning_gc.exchange.validation import ELSEWHERE
-from lightning_gc.lightning.arguments import changed, refuse_unknown
+from lightning_gc.lightning.arguments import FSDPFields, changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
 from lightning_gc.sharded.shard_validation import (
@@ -37,6 +38,7 @@ from lightning_gc.sharded.weights_controller import with_weights
 _OWNER = "CompressedFSDPStrategy"
 
 
+@takes_fields(Compression, Kept, but=("compressor", "scheme", "state_dtype"))
 class CompressedFSDP(ShardedStrategy):
     """FSDP that exchanges compressed gradients, compressed weights, or both.
 
@@ -131,45 +133,43 @@ class CompressedFSDP(ShardedStrategy):
     way_out = "resume from another checkpoint"
     elsewhere = ELSEWHERE | {"compressor": "; it has two: write gradients=... or weights=..."}
 
+    _way = replace(ShardedStrategy._way, no_choice=IN_FSDP)
+    _kind = FSDPWorkers
+
     def __init__(
         self,
         gradients: Compressor | str | None = None,
         memory: Memory | str | None = None,
-        seed: int = 0,
-        verify: Literal[0, "payload"] = 0,
-        min_numel: int = MIN_NUMEL,
         *,
         weights: Weights | None = None,
         controller: Controller | str | None = None,
         weights_controller: Controller | str | None = None,
         hops: Literal[1, 2] = 1,
         workers_per_node: int | None = None,
-        state: Literal["full", "mean", "off"] = "full",
         tensor_parallel_size: int = 1,
-        **model_parallel_kwargs: Any,
+        **model_parallel_kwargs: Unpack[FSDPFields],
     ) -> None:
-        given: Compressor | str = Identity() if gradients is None else gradients
-        refuse_auto(_OWNER, gradients, controller, IN_FSDP)
-        refuse_unknown(type(self), given, model_parallel_kwargs)
+        compressor: Compressor | str = Identity() if gradients is None else gradients
+        refuse_unknown(type(self), compressor, model_parallel_kwargs)
         refuse_settings(_OWNER, "FSDP", changed(type(self), model_parallel_kwargs))
         check_legs(_OWNER, gradients, weights, hops, workers_per_node)
         self.hops, self.workers_per_node = hops, workers_per_node
+        self.weights, self.tensor_parallel_size = weights, tensor_parallel_size
+        of_both = Compression(compressor, **parted(model_parallel_kwargs, Compression)[0])
+        if gradients is None:
+            model_parallel_kwargs["min_numel"] = Compression.min_numel
         scheme = ReduceScatter(workers_per_node or 1)
-        limit = MIN_NUMEL if gradients is None else min_numel
-        self._configure(given, memory, scheme, controller, seed, state, "float32", limit)
+        super().__init__(compressor, memory, scheme, controller, **model_parallel_kwargs)
         judge("Models in shards", _OWNER, controller=self.controller)
-        self.weights = weights
-        self._gathers = None if weights is None else weights_of(_OWNER, weights, seed, min_numel)
+        self._gathers = (
+            None
+            if weights is None
+            else weights_of(_OWNER, weights, of_both.seed, of_both.min_numel)
+        )
         self.controller = with_weights(_OWNER, self.controller, weights_controller, self._gathers)
         refuse_errors(_OWNER, self.compressor, self.memory, memory is not None)
         check_tensor_parallel(_OWNER, tensor_parallel_size, self.compressor)
-        self.tensor_parallel_size = tensor_parallel_size
-        check_verify(_OWNER, verify)
-        self.verify = verify
-        super().__init__(**model_parallel_kwargs)
-
-    def _workers_of(self, configuration: Configuration) -> FSDPWorkers:
-        return FSDPWorkers(configuration)
+        check_verify(_OWNER, self.verify)
 
     def _replicas_of(self, ranks: int) -> int:
         return 1

@@ -6,17 +6,18 @@ Joined with the ``ModelParallelStrategy`` of either package in ``for_pytorch_lig
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, Unpack
 
 from lightning_gc.attachment.attached import Setup
 from lightning_gc.attachment.attached_shards import AttachedShards
+from lightning_gc.checkpoint.side_file_store import Kept
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
-from lightning_gc.exchange import Configuration
-from lightning_gc.exchange.verification import Verify, verification
-from lightning_gc.lightning.arguments import changed, refuse_unknown
+from lightning_gc.core.settings import takes_fields
+from lightning_gc.exchange import Compression
+from lightning_gc.lightning.arguments import HSDPFields, changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy, divisors_of
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -30,6 +31,7 @@ from lightning_gc.sharded.sharded_workers import ShardedWorkers
 _OWNER = "CompressedHSDPStrategy"
 
 
+@takes_fields(Compression, Kept)
 class CompressedHSDP(ShardedStrategy):
     """HSDP that exchanges compressed gradients between replicas.
 
@@ -44,13 +46,11 @@ class CompressedHSDP(ShardedStrategy):
     ``"compressed_hsdp_topk"`` and so on. Untested on several GPUs: see the page "HSDP".
 
     Args:
-        compressor: as for ``CompressedDDPStrategy``, like the next three. It works on shards, each
-            with its own random numbers; a low-rank method factors each shard.
-        memory: the error feedback rule. Errors take 4 bytes per element of the shard, as much as a
-            moment of Adam's.
-        scheme: how payloads become a mean.
+        compressor: an instance, or a name from the registry. It works on shards, each with its own
+            random numbers; a low-rank method factors each shard.
+        memory: the error feedback rule, the compressor's default if left out. Errors take 4 bytes
+            per element of the shard, as much as a moment of Adam's.
         controller: chooses levels, epoch by epoch; it sees full parameters.
-        seed: of the compressor's private random numbers, equal on all ranks.
         replicas: R; R·T must divide the number of ranks. ``"auto"``: the number of nodes.
         tensor_parallel_size: T; consecutive ranks, which get the same batches.
         bucket_cap_mb: megabytes of a rank's shard from which on a bucket is full. FSDP2's units are
@@ -58,7 +58,6 @@ class CompressedHSDP(ShardedStrategy):
         state: errors in checkpoints. ``"full"``: every replica's, 4 bytes per parameter and
             replica; runs resume bit for bit, and on another mesh with the errors resharded, or
             their mean. ``"mean"``: their mean over replicas only. ``"off"``: none.
-        state_dtype: ``"float32"``, or ``"bfloat16"`` for half the size at the price of rounding.
         verify: as for ``CompressedDDPStrategy``: replicas compare the means and weights of their
             shards. Ranks that have them stop with a ``ReplicaError``, all others with a
             ``PeerError``.
@@ -97,7 +96,10 @@ class CompressedHSDP(ShardedStrategy):
         recording: the byte and time account of this rank's leg between nodes, while fitting.
     """
 
-    _more_workers = "give replicas=2, say, or Trainer(num_nodes=...)"
+    _way = replace(
+        ShardedStrategy._way, more_workers="give replicas=2, say, or Trainer(num_nodes=...)"
+    )
+    _kind = ShardedWorkers
 
     def __init__(
         self,
@@ -105,15 +107,11 @@ class CompressedHSDP(ShardedStrategy):
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
         controller: Controller | str | None = None,
-        seed: int = 0,
+        *,
         replicas: int | Literal["auto"] = "auto",
         bucket_cap_mb: float = 25,
-        state: Literal["full", "mean", "off"] = "full",
-        state_dtype: Literal["float32", "bfloat16"] = "float32",
-        verify: Verify = 0,
-        min_numel: int = MIN_NUMEL,
         tensor_parallel_size: int = 1,
-        **model_parallel_kwargs: Any,
+        **model_parallel_kwargs: Unpack[HSDPFields],
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
         refuse_settings(_OWNER, "HSDP", changed(type(self), model_parallel_kwargs))
@@ -124,16 +122,10 @@ class CompressedHSDP(ShardedStrategy):
             )
         check_bucket_cap(_OWNER, bucket_cap_mb)
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
+        self.tensor_parallel_size = tensor_parallel_size
+        super().__init__(compressor, memory, scheme, controller, **model_parallel_kwargs)
         judge("Models in shards", _OWNER, controller=self.controller)
         check_tensor_parallel(_OWNER, tensor_parallel_size, self.compressor)
-        self.tensor_parallel_size = tensor_parallel_size
-        verification(verify, _OWNER)
-        self.verify = verify
-        super().__init__(**model_parallel_kwargs)
-
-    def _workers_of(self, configuration: Configuration) -> ShardedWorkers:
-        return ShardedWorkers(configuration)
 
     def _replicas_of(self, ranks: int) -> int:
         return replicas_of(_OWNER, self.replicas, ranks, self.num_nodes)

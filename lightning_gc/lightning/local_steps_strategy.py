@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -26,26 +26,31 @@ from lightning_gc.attachment.attached_rounds import (
     Shards,
     place_of,
 )
+from lightning_gc.checkpoint.side_file_store import Kept
 from lightning_gc.checkpoint.side_files import KEY
 from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import parted, takes_fields
 from lightning_gc.elastic.elastic_exchange import ElasticExchange
 from lightning_gc.elastic.roll import Roll
+from lightning_gc.exchange import Compression
 from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS
 from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.synchronizer import leave
-from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import reshard
-from lightning_gc.lightning.arguments import changed, refuse_unknown, refuse_wrapper_arguments
+from lightning_gc.lightning.arguments import (
+    LocalStepsFields,
+    changed,
+    refuse_unknown,
+    refuse_wrapper_arguments,
+)
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.progress import steps_of
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
-from lightning_gc.local_steps import RoundPlan
+from lightning_gc.local_steps import OuterSGD, RoundPlan
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
@@ -86,8 +91,7 @@ class LocalHooks(CompressedStrategy):
     _own_steps: OwnSteps | None = None
     _steps_own = False
     """Whether the Trainer's optimizer step is under way, which counts."""
-    _exchanges_rounds = True
-    _no_choice = WITH_LOCAL_STEPS
+    _way = replace(CompressedStrategy._way, rounds=True, no_choice=WITH_LOCAL_STEPS)
     _paused: Sequence[float] = ()
 
     def _refuse_trainer(self, trainer: Any, module: Any) -> None:
@@ -100,17 +104,26 @@ class LocalHooks(CompressedStrategy):
             names = {cls.__name__ for cls in type(callback).__mro__}
             judge("LocalSteps and callbacks", owner, names=names, callback=type(callback).__name__)
 
-    def __init__(self, *, show: Literal["common", "local"] = "common", **others: Any) -> None:
+    def __init__(
+        self,
+        compressor: Any,
+        memory: Any,
+        scheme: Any,
+        controller: Any,
+        *,
+        show: Literal["common", "local"] = "common",
+        outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
+        **given: Any,
+    ) -> None:
+        owner = type(self).__name__
         if show not in ("common", "local"):
-            owner = type(self).__name__
             raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
-        self.show = show
-        super().__init__(**others)
-
-    def _configure_rounds(self, plan: RoundPlan, state: str) -> None:
+        fields, given = parted(given, RoundPlan)
+        plan = RoundPlan(owner=owner, outer=outer, **fields)
+        self.show, self.plan = show, plan
+        super().__init__(compressor, memory, scheme, plan.controller(controller), **given)
         plan.check(self.compressor, self.memory, self.controller)
-        self.plan = plan
-        self._keeps_mean, self._keeps_own = state == "mean", state == "full"
+        self._keeps_mean, self._keeps_own = self._saving.mode == "mean", self._saving.mode == "full"
         self.checkpoint_parts.settings["exchanged"] = "weights"
 
     @property
@@ -404,6 +417,7 @@ def warn_of_unlike_rates(trainer: Any, schedulers: Iterable[Any]) -> None:
             )
 
 
+@takes_fields(Compression, Kept, RoundPlan)
 class RealLocalSteps(LocalHooks, RealWorker):
     """Data-parallel training that exchanges compressed weights every H steps.
 
@@ -422,24 +436,16 @@ class RealLocalSteps(LocalHooks, RealWorker):
     by each worker for itself. Optimizers keep their state per worker, unless ``moments`` are given.
 
     Args:
-        compressor: as for ``CompressedDDPStrategy``, like the next three. ``Identity()`` sends all.
-        memory: the error feedback rule, of differences of weights.
-        scheme: how payloads become a mean.
-        controller: chooses levels, epoch by epoch.
         show: ``"common"``: validation and test see the common weights. ``"local"``: worker i's own.
-        seed: of the compressor's private random numbers, equal on all workers.
         state: in checkpoints. ``"full"``: every worker's weights, optimizers and errors, in its own
             file in the folder ``lightning_gc_state`` beside the checkpoint; runs resume bit for
             bit, also within a round. ``"mean"``: the means over workers of their weights and
             errors, in the checkpoint itself, with worker 0's optimizers. ``"off"``: the common
             weights only; a run resumes at the last exchange.
-        state_dtype: of errors in files, ``"float32"`` or ``"bfloat16"``.
         verify: n: in every n-th exchange workers compare their means, and for n > 1 the common
             weights; as for ``CompressedDDPStrategy``.
-        min_numel: as for ``CompressedDDPStrategy``.
-        ddp_kwargs: ``every`` and the other fields of ``RoundPlan``; and as for Lightning's
-            ``DDPStrategy``: ``start_method``, ``process_group_backend``, ``timeout``, ...
-            Arguments of its wrapper are allowed with an ``island`` of several.
+        ddp_kwargs: as for Lightning's ``DDPStrategy``: ``start_method``, ``process_group_backend``,
+            ``timeout``, ... Arguments of its wrapper are allowed with an ``island`` of several.
 
     An island averages gradients by ``DistributedDataParallel``. Its module may be in shards
     instead, if it calls ``fully_shard(module, mesh=self.device_mesh["data_parallel"])`` in
@@ -492,7 +498,6 @@ class RealLocalSteps(LocalHooks, RealWorker):
 
     _exchange: ElasticExchange | None = None
 
-    @takes_fields(RoundPlan)
     def __init__(
         self,
         compressor: Compressor | str,
@@ -500,31 +505,20 @@ class RealLocalSteps(LocalHooks, RealWorker):
         scheme: Scheme | str | None = None,
         controller: Controller | str | None = None,
         *,
-        seed: int = 0,
-        state: Literal["full", "mean", "off"] = "full",
-        state_dtype: Literal["float32", "bfloat16"] = "float32",
-        verify: Verify = 0,
-        min_numel: int = MIN_NUMEL,
-        **ddp_kwargs: Any,
+        show: Literal["common", "local"] = "common",
+        **ddp_kwargs: Unpack[LocalStepsFields],
     ) -> None:
         owner = "LocalStepsStrategy"
-        ddp_kwargs, others = parted(RoundPlan, ddp_kwargs)
-        plan = RoundPlan(owner=owner, **ddp_kwargs)
-        ddp_kwargs = others
-        wraps = plan.island > 1
         given = changed(type(self), ddp_kwargs, DistributedDataParallel.__init__)
+        wraps = "island" in given
         refuse_wrapper_arguments(owner, given, wraps=wraps)
         wrapper = (DistributedDataParallel.__init__,) if wraps else ()
         refuse_unknown(type(self), compressor, given, *wrapper)
-        controller = plan.controller(controller)
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        self._configure_rounds(plan, state)
-        verification(verify, owner)
-        self.verify = verify
+        self._broadcast_each_batch: Callable[[], None] = _nothing
+        super().__init__(compressor, memory, scheme, controller, show=show, **ddp_kwargs)
+        plan = self.plan
         self._place = place_of(plan)
         self._place.refuse(plan, self._given)
-        self._broadcast_each_batch: Callable[[], None] = _nothing
-        super().__init__(**ddp_kwargs)
 
     @property
     def _form(self) -> "WholeModule":

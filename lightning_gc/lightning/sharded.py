@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.checkpoint.shard_store import (
     Mesh,
-    ShardedHost,
     ShardedRestoring,
     ShardedSaving,
     ShardPart,
@@ -37,10 +36,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
     local_workers: ShardedWorkers
     tensor_parallel_size: int
     way_out = "give the strategy state='off', with which errors begin at zero"
-
-    def _make_state(self, mode: Literal["full", "mean", "off"], dtype: torch.dtype) -> None:
-        self._saving = ShardedSaving(cast(ShardedHost, self), mode, dtype)
-        self._restoring = ShardedRestoring(cast(ShardedHost, self), off=mode == "off")
+    _stores = ShardedSaving, ShardedRestoring
 
     @abc.abstractmethod
     def _replicas_of(self, ranks: int) -> int:

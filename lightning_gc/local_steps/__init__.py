@@ -4,5 +4,6 @@ from lightning_gc.local_steps.inner_moments import InnerMoments as InnerMoments
 from lightning_gc.local_steps.outer_step import OuterSGD as OuterSGD
 from lightning_gc.local_steps.round_plan import Elastic as Elastic
 from lightning_gc.local_steps.round_plan import GrowingRounds as GrowingRounds
+from lightning_gc.local_steps.round_plan import RoundFields as RoundFields
 from lightning_gc.local_steps.round_plan import RoundPlan as RoundPlan
 from lightning_gc.local_steps.unequal import Unequal as Unequal

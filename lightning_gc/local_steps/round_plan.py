@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from fsspec import available_protocols
 
@@ -230,6 +230,21 @@ def _is_whole(value: Any) -> bool:
 def _are_ports(ports: Any) -> bool:
     pair = isinstance(ports, tuple | list) and len(ports) == 2 and all(map(_is_whole, ports))
     return pair and 0 < ports[0] <= ports[1] < 1 << 16
+
+
+class RoundFields(TypedDict, total=False):
+    """The fields of ``RoundPlan``, for type checkers."""
+
+    every: int | GrowingRounds | Budget
+    outer: OuterSGD
+    delay: int
+    merge: Literal["rebase", "mix"]
+    fragments: int
+    moments: InnerMoments | None
+    unequal: Unequal | None
+    island: int
+    elastic: Elastic | None
+    buffers: Literal["mean", "own"] | Collection[str]
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Range, Space
 from lightning_gc.core.refusal import refuse
-from lightning_gc.core.registry import did_you_mean, make, required_fields
+from lightning_gc.core.registry import did_you_mean, required_fields
 from lightning_gc.core.search_space import check_field, merge
 from lightning_gc.core.settings import Settings
-from lightning_gc.engine.compatibility import combine
+from lightning_gc.exchange import Compression
 from lightning_gc.exchange.validation import check_controller
 from lightning_gc.local_steps.round_plan import RoundPlan
-from lightning_gc.memories import MEMORIES, Memory
+from lightning_gc.memories import Memory
 from lightning_gc.methods.parameter_space import (
     MEMORY_PREFIX,
     PREFIX,
@@ -34,7 +34,7 @@ from lightning_gc.methods.parameter_space import (
     field_names,
     suggest,
 )
-from lightning_gc.schemes import SCHEMES, Scheme
+from lightning_gc.schemes import Scheme
 
 if TYPE_CHECKING:
     import optuna
@@ -189,12 +189,9 @@ class Method(Settings):
         Raises:
             ValueError: a name is unknown, or does not work with the compressor.
         """
-        memory, scheme = self.memory, self.scheme
-        if isinstance(memory, str):
-            memory = make("memory", memory, MEMORIES, Memory)
-        if isinstance(scheme, str):
-            scheme = make("scheme", scheme, SCHEMES, Scheme)
-        return combine(self.make_compressor(endpoints(self.tuned)), memory, scheme)[1:]
+        compressor = self.make_compressor(endpoints(self.tuned))
+        made = Compression(compressor, self.memory, self.scheme).configured("Method")
+        return made.memory, made.scheme
 
     def _base_memory(self) -> Memory:
         return self.memory_and_scheme()[0]

@@ -18,7 +18,8 @@ from lightning_gc.checkpoint.shard_store import ShardPart
 from lightning_gc.compressors.wrappers.size_switch import for_shards
 from lightning_gc.engine import Engine
 from lightning_gc.engine.error_buffers import Made
-from lightning_gc.exchange.workers import Configuration, HasWeights, Workers
+from lightning_gc.exchange.compression import Configuration
+from lightning_gc.exchange.workers import HasWeights, Workers
 from lightning_gc.sharded.fsdp_units import units_of
 from lightning_gc.transports.distributed import own_group
 

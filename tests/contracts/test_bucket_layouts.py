@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_gc import Cast
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.low_rank.gradzip import GradZip
-from lightning_gc.exchange import configure
+from lightning_gc.exchange import Compression
 from lightning_gc.testing.contracts import cases
 from lightning_gc.transports import Simulated
 from tests.support.instances import FIRST, ONE_EACH
@@ -27,7 +27,7 @@ SHAPES = {"a": (48, 64), "b": (64,), "c": (80, 40), "d": (33, 34), "e": (40,)}
 
 def means(compressor: Compressor, layout: Sequence[str]) -> dict[str, Tensor]:
     """Return the last step's means by name, with the parameters of each word in one bucket."""
-    configuration = configure("this test", compressor, None, None, 0)
+    configuration = Compression(compressor).configured("this test")
     engines = [configuration.engine(worker, WORKERS) for worker in range(WORKERS)]
     transport = Simulated(WORKERS)
     found: dict[str, Tensor] = {}

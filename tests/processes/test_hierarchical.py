@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gc import QSGD, Hierarchical, Identity, PerParameter, TopK
-from lightning_gc.exchange import Synchronizer, Workers, configure
+from lightning_gc.exchange import Compression, Synchronizer, Workers
 from tests.support.processes import run_in_processes
 from tests.support.resuming import checkpoint, differences, in_processes
 from tests.support.simulation import real, simulated
@@ -47,7 +47,7 @@ def _warned(rank: int) -> list[str]:
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     said = []
     for near in (3, 2):
-        workers = Workers(configure("test", TopK(0.1), None, Hierarchical(near), 0))
+        workers = Workers(Compression(TopK(0.1), None, Hierarchical(near)).configured("test"))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             Synchronizer(workers, torch.device("cpu")).close()

@@ -41,8 +41,8 @@ class Place:
     def serve(self, port: int | None = None) -> tuple[subprocess.Popen[bytes], Path]:
         """Start the command; return it with the file of its output."""
         said = self.folder / f"said{len(self.commands)}"
-        port = self.job.port if port is None else port
-        command = [sys.executable, "-m", "lightning_gc", "rendezvous", "--port", str(port)]
+        door = self.job.port if port is None else port
+        command = [sys.executable, "-m", "lightning_gc", "rendezvous", "--port", str(door)]
         command += ["--roll", str(self.roll), "--secret-file", str(self.secret)]
         with said.open("wb") as file:
             started = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT)

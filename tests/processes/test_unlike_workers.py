@@ -17,7 +17,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.core import message
 from lightning_gc.elastic.rendezvous import Rendezvous
 from lightning_gc.elastic.roll import differing
-from lightning_gc.exchange import Synchronizer, Workers, configure, kernel_compilation
+from lightning_gc.exchange import Compression, Synchronizer, Workers, kernel_compilation
 from lightning_gc.kernels import dispatch
 from lightning_gc.lightning.fabric_for_pytorch_lightning import CompressedFabricStrategy
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
@@ -81,7 +81,7 @@ def said(compressor: Compressor, differs: str, worker: int) -> str:
             patch.setattr(message, "ALIGNMENT", 8)
         if worker == 1 and differs == "device":
             patch.setattr(kernel_compilation, "device_in_words", lambda device: "a T4 with 40")
-        workers = Workers(configure("test", compressor, None, None, 0))
+        workers = Workers(Compression(compressor).configured("test"))
         workers.name(nn.Linear(40, 40))
         with switched("torch" if worker == 1 and differs == "numba" else "auto"):
             try:

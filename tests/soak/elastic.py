@@ -178,6 +178,7 @@ class Run:
                 os.kill(decides, signal.SIGKILL)
                 self.join()
         elif fault == "restart":
+            assert self.server is not None
             self.server.kill()
             self.server.join()
             time.sleep(self.draw.choice((0.0, 0.5, 2.0)))

@@ -11,8 +11,8 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.controllers import Controller, Decision, Needs, Observation
 from lightning_gc.exchange import Workers
+from lightning_gc.exchange.compression import Compression
 from lightning_gc.exchange.peers import Peers
-from lightning_gc.exchange.workers import configure
 from lightning_gc.transports.simulated import Ledger
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ class Training:
         shape: tuple[int, ...] | None = None,
     ) -> None:
         compressor = compressor or PerParameter(TopK(0.1))
-        self.workers = Workers(configure("test", compressor, None, None, 0))
+        self.workers = Workers(Compression(compressor).configured("test"))
         self.workers.names = {torch.nn.Parameter(torch.zeros(shape or numel)): "w"}
         self.ledger = Ledger(workers)
         self.workers.start(self.ledger.pages, revocable=False)

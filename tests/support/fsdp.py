@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_gc.engine import Engine
-from lightning_gc.exchange import Configuration, configure
+from lightning_gc.exchange import Compression, Configuration
 from lightning_gc.lightning.for_pytorch_lightning import CompressedFSDPStrategy
 from lightning_gc.sharded.fsdp_units import UnitNumbers, units_of
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, replica_mesh
@@ -69,7 +69,8 @@ class Way:
 
     @property
     def configuration(self) -> Configuration:
-        return configure("a test", self.compressor, self.memory, self.scheme, SEED)
+        given = Compression(self.compressor, self.memory, self.scheme, seed=SEED)
+        return given.configured("a test")
 
 
 class Watched(UnitScatters):

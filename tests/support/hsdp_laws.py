@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_gc.engine import Engine
-from lightning_gc.exchange import Synchronizer, configure
+from lightning_gc.exchange import Compression, Synchronizer
 from lightning_gc.sharded.fsdp_units import units_of
 from lightning_gc.sharded.shard_exchange import ShardBuckets
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
@@ -95,7 +95,8 @@ class Ranks:
         node = self.mesh["shard"]
         for child in (*net.children(), net):
             fully_shard(child, mesh=node)
-        workers = ShardedWorkers(configure("a test", compressor, memory, scheme, 3))
+        given = Compression(compressor, memory, scheme, seed=3)
+        workers = ShardedWorkers(given.configured("a test"))
         workers.shard, workers.shards = node.get_local_rank(), node.size()
         workers.name(net)
         between = self.mesh.get_group("replicate")
@@ -164,6 +165,6 @@ def simulated(
 def engines_of(
     replicas: int, shard: int, shards: int, compressor: Any, memory: Any, scheme: Any
 ) -> list[Engine]:
-    workers = ShardedWorkers(configure("a test", compressor, memory, scheme, 3))
+    workers = ShardedWorkers(Compression(compressor, memory, scheme, seed=3).configured("a test"))
     workers.shard, workers.shards = shard, shards
     return [workers.make_engine(replica, replicas) for replica in range(replicas)]

@@ -13,8 +13,8 @@ from lightning_gc import PerParameter, TopK
 from lightning_gc.control.control_loop import CONTROL_STATE, ControlLoop, Moment
 from lightning_gc.controllers import Chain, Controller, Fixed, Observation, RoundSchedule
 from lightning_gc.exchange import Workers
+from lightning_gc.exchange.compression import Compression
 from lightning_gc.exchange.peers import Peers
-from lightning_gc.exchange.workers import configure
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedLocalStepsStrategy
 from lightning_gc.transports.simulated import Ledger
 from tests.support.fitting import fit, unwarned
@@ -79,7 +79,7 @@ def test_what_a_decision_keeps(controller: Controller, last: Any, tmp_path: Path
 
 
 def loop(controller: Controller) -> ControlLoop:
-    workers = Workers(configure("test", PerParameter(TopK(0.05)), None, None, 0))
+    workers = Workers(Compression(PerParameter(TopK(0.05))).configured("test"))
     workers.names = {nn.Parameter(torch.zeros(100, 10)): "w"}
     workers.start(Ledger(1).pages, revocable=False)
     control = ControlLoop(controller, workers)

@@ -20,8 +20,8 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.engine import error_buffers
 from lightning_gc.engine.error_buffers import ErrorBuffers
 from lightning_gc.exchange import Workers
+from lightning_gc.exchange.compression import Compression
 from lightning_gc.exchange.peers import Peers
-from lightning_gc.exchange.workers import configure
 from lightning_gc.lightning.base import Lookahead
 from lightning_gc.transports.simulated import Ledger
 
@@ -37,7 +37,7 @@ class Resumed:
     """A worker, and what a checkpoint holds of it, in the host's memory."""
 
     def __init__(self, compressor: Any, memory: Any = None) -> None:
-        self.workers = Workers(configure("test", compressor, memory, None, 0))
+        self.workers = Workers(Compression(compressor, memory).configured("test"))
         self.workers.names = {torch.nn.Parameter(torch.zeros(SHAPE, device=CUDA)): "w"}
         self.workers.start(Ledger(1).pages, revocable=False)
         self.controller = AdaQS()

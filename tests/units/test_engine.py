@@ -23,7 +23,7 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Exchange, Flow, Gather, Mean, join, split, together
 from lightning_gc.engine import Engine
 from lightning_gc.engine.statistics import EpochStatistics
-from lightning_gc.exchange import Workers, configure
+from lightning_gc.exchange import Compression, Workers
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.memory import run
@@ -168,7 +168,7 @@ def overflows(engine: Engine, gradient: float) -> Flow:
 
 def test_a_result_that_overflows_is_a_skipped_step_too() -> None:
     """As the scaler sees it, on whom gradients have no bearing."""
-    workers = Workers(configure("test", layerwise(TopK(0.5)), None, None, 0))
+    workers = Workers(Compression(layerwise(TopK(0.5))).configured("test"))
     workers.start(Ledger(2).pages, revocable=True)
     for engine in workers.engines:
         engine.buffers.load({"a": {"error": torch.tensor([2e35, 1.0])}})

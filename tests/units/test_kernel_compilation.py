@@ -15,8 +15,8 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.exchange import synchronizer
+from lightning_gc.exchange.compression import Configuration
 from lightning_gc.exchange.kernel_compilation import compile_kernels
-from lightning_gc.exchange.workers import Configuration
 from lightning_gc.kernels import dispatch
 from lightning_gc.memories import Memory
 from tests.support.instances import ALL_MEMORIES

@@ -27,7 +27,7 @@ from lightning_gc import (
 )
 from lightning_gc.core.bit_packing import pack, unpack
 from lightning_gc.core.elias_fano import encode
-from lightning_gc.exchange import Synchronizer, Workers, configure
+from lightning_gc.exchange import Compression, Synchronizer, Workers
 from lightning_gc.exchange.validation import refuse_sparse_gradients
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
@@ -158,6 +158,6 @@ def test_devices_that_are_neither_the_host_nor_cuda(device: str, why: str) -> No
     strategy = SimulatedDDPStrategy(TopK(0.1), workers=2, device=torch.device(device))
     with pytest.raises(ValueError, match=words):
         quiet_trainer(strategy=strategy, max_epochs=1).fit(BoringModel())
-    workers = Workers(configure("attach", TopK(0.1), None, None, 0))
+    workers = Workers(Compression(TopK(0.1)).configured("attach"))
     with pytest.raises(ValueError, match=words):
         Synchronizer(workers, torch.device(device))

@@ -68,7 +68,7 @@ from lightning_gc.controllers import (
 )
 from lightning_gc.core.combinations import RULES, judge, shown
 from lightning_gc.engine.compatibility import combine
-from lightning_gc.exchange import configure
+from lightning_gc.exchange import Compression, WayIn
 from lightning_gc.exchange.validation import check_controller
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.memories.storage import BFloat16
@@ -114,15 +114,16 @@ def fsdp(gradients: Any = "qsgd", **settings: Any) -> Callable[[], object]:
 
 
 def shards(scaler: Any = None, **settings: Any) -> Callable[[], object]:
-    configuration = configure("attach", QSGD(4), None, None, 0)
+    configuration = Compression(QSGD(4)).configured("attach")
     plan = RoundPlan(island=2, **settings)
     given = Given(configuration, None, scaler=scaler)
     return lambda: Shards(nn.Linear(2, 2), 2).refuse(plan, given)
 
 
 def hooked(memory: Any) -> Callable[[], object]:
-    configuration = configure("attach", TopK(0.1), memory, None, 0)
-    return lambda: Setup.of_loop("attach", configuration, None, [], nn.Linear(2, 2))
+    way = WayIn("attach")
+    compression = Compression(TopK(0.1), memory).resolved(way)
+    return lambda: Setup.of_loop(way, compression, [], nn.Linear(2, 2))
 
 
 def controlled(controller: Any, compressor: Any, memory: Any = None, **more: Any) -> Any:
@@ -258,8 +259,8 @@ CASES: Mapping[str, tuple[Callable[[], object], ...]] = {
     ),
     "attach to another module": (said("attach to another module", name="hops", value=2),),
     "DistributedDataParallel": (
-        lambda: CompressedDDPStrategy(TopK(), ddp_comm_hook=print),
-        lambda: CompressedDDPStrategy(TopK(), mixed_precision=object()),
+        lambda: CompressedDDPStrategy(TopK(), ddp_comm_hook=print),  # type: ignore[call-arg]
+        lambda: CompressedDDPStrategy(TopK(), mixed_precision=object()),  # type: ignore[call-arg]
     ),
     "Arguments of DistributedDataParallel": (
         rounds(island=2, ddp_comm_hook=print),

@@ -3,21 +3,25 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_gc.checkpoint.side_file_store import Kept
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
+from lightning_gc.core.settings import takes_fields
+from lightning_gc.exchange import Compression
+from lightning_gc.lightning.arguments import SimulatedFields
 from lightning_gc.lightning.simulation.simulated_workers import SimulatedWorkers
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.network_model import NetworkModel
 
 
+@takes_fields(Compression, Kept)
 class SimulatedDDP(SimulatedWorkers):
     """DDP of W workers, simulated on one device by accumulating gradients over W micro-batches.
 
@@ -33,18 +37,11 @@ class SimulatedDDP(SimulatedWorkers):
     in checkpoints are batches of one worker, as in a real run.
 
     Args:
-        compressor: as for ``CompressedDDPStrategy``, like the next three.
-        memory: the error feedback rule.
-        scheme: how payloads become a mean.
-        controller: chooses levels, epoch by epoch.
         workers: W, the number of simulated workers.
         network: converts bytes to the seconds that ``CompressionMonitor`` shows; or a rate, such
             as ``"1gbit"``.
-        seed: of the compressor's private random numbers.
         state: errors in checkpoints; the same files as real workers write, so that a simulated run
             can resume as a real one and vice versa.
-        state_dtype: of errors in these files.
-        min_numel: as for ``CompressedDDPStrategy``.
         kwargs: as for ``SingleDeviceStrategy``: ``device`` (default: the Trainer's),
             ``checkpoint_io``, ``precision_plugin``, ...
 
@@ -84,17 +81,12 @@ class SimulatedDDP(SimulatedWorkers):
         *,
         workers: int,
         network: NetworkModel | str = NetworkModel(),  # noqa: B008 - frozen
-        seed: int = 0,
-        state: Literal["full", "mean", "off"] = "full",
-        state_dtype: Literal["float32", "bfloat16"] = "float32",
-        min_numel: int = MIN_NUMEL,
-        **kwargs: Any,
+        **kwargs: Unpack[SimulatedFields],
     ) -> None:
-        self._configure_workers(compressor, workers, network, kwargs)
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
         self._gradients: Gradients | None = None
         self._seen: dict[str, int] = {}
-        super().__init__(**kwargs)
+        parts = compressor, memory, scheme, controller
+        super().__init__(*parts, workers=workers, network=network, **kwargs)
 
     _of_processes = "CompressedDDPStrategy"
     _for_norms = (

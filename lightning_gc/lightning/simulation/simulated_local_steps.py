@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gc.attachment.attached_rounds import Given
+from lightning_gc.checkpoint.side_file_store import Kept
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Flow
 from lightning_gc.core.combinations import judge
@@ -23,7 +23,9 @@ from lightning_gc.core.settings import parted, takes_fields
 from lightning_gc.elastic.roll import Entrance, Roll, Round
 from lightning_gc.elastic.snapshot import digest_in_words, load_snapshot, snapshot_of
 from lightning_gc.engine import Engine
+from lightning_gc.exchange import Compression
 from lightning_gc.exchange.workers import Shapes, Workers
+from lightning_gc.lightning.arguments import SimulatedLocalStepsFields
 from lightning_gc.lightning.local_steps_strategy import LocalHooks
 from lightning_gc.lightning.simulation.ddp import WorkerBuffers
 from lightning_gc.lightning.simulation.simulated_workers import (
@@ -42,6 +44,7 @@ from lightning_gc.transports.network_model import NetworkModel
 from lightning_gc.transports.simulated import Ledger, Simulated
 
 
+@takes_fields(Compression, Kept, RoundPlan)
 class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
     """Local steps of W workers, simulated on one device, each with its own weights and optimizer.
 
@@ -58,10 +61,6 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
     Costs W times weights, gradients, optimizer state, common weights and errors.
 
     Args:
-        compressor: as for ``LocalStepsStrategy``, like the next four.
-        memory: the error feedback rule, of differences of weights.
-        scheme: how payloads become a mean.
-        controller: chooses levels, epoch by epoch.
         show: what validation and test see.
         workers: W, the number of simulated workers. Leave it out with ``roll`` or ``speeds``.
         roll: of an elastic run, or its file. The run is replayed: in each round its members take
@@ -75,13 +74,10 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
             with ``roll``.
         network: converts bytes to the seconds that ``CompressionMonitor`` shows; or a rate, such
             as ``"1gbit"``.
-        seed: of the compressor's private random numbers.
         state: in checkpoints; the same files as real workers write, so that a simulated run can
             resume as a real one and vice versa.
-        state_dtype: of errors in these files.
-        min_numel: as for ``CompressedDDPStrategy``.
-        kwargs: ``every`` and the other fields of ``RoundPlan``, without ``elastic``, and without
-            ``unequal`` if there is a ``roll``; and as for ``SingleDeviceStrategy``.
+        kwargs: as for ``SingleDeviceStrategy``. Of the rounds' settings ``elastic`` is refused, and
+            ``unequal`` if there is a ``roll``.
 
     With an island of N a step takes W·N micro-batches, N in a row for each worker, which steps with
     the mean of their gradients. A real island sums in the order of its all-reduce, which decides
@@ -110,7 +106,6 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         clock: predicts the time, if ``speeds`` are given.
     """
 
-    @takes_fields(RoundPlan)
     def __init__(
         self,
         compressor: Compressor | str,
@@ -118,40 +113,32 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         scheme: Scheme | str | None = None,
         controller: Controller | str | None = None,
         *,
+        show: Literal["common", "local"] = "common",
         workers: int | None = None,
         roll: Roll | str | None = None,
         speeds: Sequence[float] | None = None,
         network: NetworkModel | str = NetworkModel(),  # noqa: B008 - frozen
-        seed: int = 0,
-        state: Literal["full", "mean", "off"] = "full",
-        state_dtype: Literal["float32", "bfloat16"] = "float32",
-        min_numel: int = MIN_NUMEL,
-        **kwargs: Any,
+        **kwargs: Unpack[SimulatedLocalStepsFields],
     ) -> None:
         owner = type(self).__name__
-        kwargs, others = parted(RoundPlan, kwargs)
-        plan = RoundPlan(owner=owner, **kwargs)
-        kwargs = others
         if speeds is not None:
             check_speeds(owner, "speeds", speeds)
         said = {"workers": workers, "speeds": speeds and tuple(speeds), "roll": roll}
+        plan = RoundPlan(owner=owner, **parted(kwargs, RoundPlan)[0])
         judge("Simulated local steps", owner, plan=plan, **said)
         workers = len(speeds) if speeds is not None else workers
         self._replay = None if roll is None else Replay(roll, workers)
         number: Any = workers if self._replay is None else len(self._replay.numbers)
-        self._configure_workers(compressor, number, network, kwargs)
-        controller = plan.controller(controller)
-        self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
-        self._configure_rounds(plan, state)
-        if self._replay is not None:
-            given = Given(self.local_workers.configuration, self.controller)
-            judge("Elastic local steps", owner, plan=plan, elastic="a roll", **vars(given))
-        unequal = plan.unequal
-        if unequal is not None:
-            unequal.check_workers(owner, self.workers)
         self.speeds = None if speeds is None else tuple(speeds)
         self.clock: SimulatedClock | None = None
-        super().__init__(**kwargs)
+        own: dict[str, Any] = {"show": show, "workers": number, "network": network}
+        super().__init__(compressor, memory, scheme, controller, **own, **kwargs)
+        if self._replay is not None:
+            given = Given(self.local_workers.configuration, self.controller)
+            judge("Elastic local steps", owner, plan=self.plan, elastic="a roll", **vars(given))
+        unequal = self.plan.unequal
+        if unequal is not None:
+            unequal.check_workers(owner, self.workers)
 
     _of_processes = "LocalStepsStrategy"
     _nest: "Nest | None" = None

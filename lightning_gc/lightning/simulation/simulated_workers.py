@@ -254,14 +254,14 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     _of_fit = CompressedStrategy._of_fit | {"_hooks", "_held", "_samplers", "_state"}
     _frozen: dict[str, torch.Tensor]
 
-    def _configure_workers(
+    def __init__(
         self,
         compressor: Compressor | str,
+        *others: Any,
         workers: int,
-        network: NetworkModel | str,
-        kwargs: dict[str, Any],
+        network: NetworkModel | str = NetworkModel(),  # noqa: B008 - frozen
+        **given: Any,
     ) -> None:
-        """Check and keep arguments that no real strategy has."""
         owner = type(self).__name__
         if not isinstance(workers, int) or workers < 1:
             raise ValueError(f"{owner}(workers={workers!r}): give a whole number, 1 or more.")
@@ -273,12 +273,12 @@ class SimulatedWorkers(Communication, CompressedStrategy):
                 f"{owner}(network={network!r}): give an instance, such as "
                 f"NetworkModel(bandwidth_gbps=10.0), or a rate, such as '1gbit'."
             )
-        verify = kwargs.pop("verify", 0)
-        judge("Simulated workers", owner, verify=verify, instead=self._of_processes)
-        refuse_unknown(type(self), compressor, kwargs)
+        judge("Simulated workers", owner, verify=given.get("verify", 0), instead=self._of_processes)
+        refuse_unknown(type(self), compressor, given)
         self.workers = workers
         self.network = network
-        self._device_given = "device" in kwargs
+        self._device_given = "device" in given
+        super().__init__(compressor, *others, **given)
 
     _of_processes = ""
     """Name of the strategy with one process for each worker."""
@@ -375,7 +375,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         self._done = 0  # micro-batches of this step with a finished backward pass
         per_node = self.local_workers.configuration.neighbours(self.workers)
         self._ledger = Ledger(self.workers, self.network, per_node)
-        revocable = self._exchanges_rounds or self._scaler() is not None
+        revocable = self._way.rounds or self._scaler() is not None
         begin = partial(self._begin_fit, module)
         self._attach(
             lambda setup: AttachedSimulation(module, setup, self._ledger, revocable, begin)

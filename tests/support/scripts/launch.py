@@ -37,7 +37,9 @@ def main() -> None:
     strategy: Any = NAME
     if START != "by-name":
         strategy = lightning_gc.CompressedDDPStrategy(
-            NAME, start_method=START, process_group_backend="gloo"
+            NAME,
+            start_method=START,  # type: ignore[arg-type]
+            process_group_backend="gloo",
         )
     trainer = pl.Trainer(
         accelerator="cpu",

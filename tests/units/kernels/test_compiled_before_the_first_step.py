@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_gc import QSGD, HardThreshold, IntegerQSGD, TopK, Uniform
 from lightning_gc.compressors import Compressor
-from lightning_gc.exchange import configure
+from lightning_gc.exchange import Compression
 from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
@@ -67,7 +67,7 @@ def test_all_are_known(compressor: Compressor, monkeypatch: pytest.MonkeyPatch) 
         family = importlib.import_module(f"lightning_gc.kernels.gpu.{module}")
         monkeypatch.setattr(family, name, Recorded(getattr(family, name), aligned, seen))
     lockstep = Lockstep(2, compressor)
-    compile_kernels(configure("test", compressor, None, None, 0), torch.device(DEVICE))
+    compile_kernels(Compression(compressor).configured("test"), torch.device(DEVICE))
     compiled = set(seen)
     assert compiled
     seen.clear()

@@ -14,8 +14,8 @@ import torch
 
 from lightning_gc import QSGD, EFSignSGD, PowerSGD, TopK
 from lightning_gc.compressors import Compressor
+from lightning_gc.exchange.compression import Compression
 from lightning_gc.exchange.kernel_compilation import compile_kernels
-from lightning_gc.exchange.workers import configure
 from lightning_gc.kernels import dispatch
 from lightning_gc.testing import Lockstep
 from lightning_gc.testing.contracts import cases
@@ -57,7 +57,7 @@ def test_a_wrong_value_is_refused_before_the_first_step(value: str, meant: str) 
 
 
 def agreed(compressor: Compressor, device: torch.device = HOST) -> dict[str, str]:
-    return compile_kernels(configure("test", compressor, None, None, 0), device)
+    return compile_kernels(Compression(compressor).configured("test"), device)
 
 
 def trained(compressor: Compressor) -> list[torch.Tensor]:

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from lightning_gc import ErrorFeedback, GrowingRounds, NoMemory, OuterSGD, PerParameter, TopK
+from lightning_gc.exchange.compression import Compression
 from lightning_gc.exchange.peers import Parts
-from lightning_gc.exchange.workers import Workers, configure
+from lightning_gc.exchange.workers import Workers
 from lightning_gc.local_steps.common_weights import in_fragments
 from lightning_gc.local_steps.local_rounds import (
     LOST_IN_A_ROW,
@@ -57,7 +58,7 @@ def rounds_of(
     parts: Parts = Parts(),  # noqa: B008 - has no state
     **plan: Any,
 ) -> LocalRounds:
-    workers = Workers(configure("a test", *method, None, 0))
+    workers = Workers(Compression(*method).configured("a test"))
     workers.name(module)
     alone: Any = Alone(workers)
     made = RoundPlan(every, **plan)

@@ -28,7 +28,8 @@ from lightning_gc import (
 )
 from lightning_gc.compressors import Compressor
 from lightning_gc.elastic.roll import Round
-from lightning_gc.exchange.workers import Workers, configure
+from lightning_gc.exchange.compression import Compression
+from lightning_gc.exchange.workers import Workers
 from lightning_gc.lightning.for_pytorch_lightning import (
     LocalStepsStrategy,
     SimulatedLocalStepsStrategy,
@@ -73,7 +74,7 @@ class Group:
         **plan: Any,
     ) -> None:
         number = len(speeds)
-        workers = Workers(configure("a test", PerParameter(compressor), memory, None, 0))
+        workers = Workers(Compression(PerParameter(compressor), memory).configured("a test"))
         self.models = [Model() for _ in speeds]
         workers.name(self.models[0])
         self.ledger = Ledger(number, network or NetworkModel())

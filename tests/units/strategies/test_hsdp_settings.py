@@ -8,7 +8,7 @@ from pytorch_lightning.strategies import StrategyRegistry
 from lightning_gc import COMPRESSORS, QSGD, Cast, PerParameter, SizeSwitch, TopK
 from lightning_gc.compressors.wrappers.size_switch import for_shards
 from lightning_gc.controllers import LayerBudget
-from lightning_gc.exchange import configure
+from lightning_gc.exchange import Compression
 from lightning_gc.lightning.for_pytorch_lightning import CompressedHSDPStrategy
 from lightning_gc.lightning.hsdp import replicas_of
 from lightning_gc.sharded.sharded_workers import ShardedWorkers, seed_of_shard, shard_shape
@@ -71,7 +71,7 @@ def test_shards_have_other_seeds_and_replicas_the_same() -> None:
     seeds = [seed_of_shard(7, shard) for shard in range(4)]
     assert seeds[0] == 7
     assert len(set(seeds)) == 4
-    workers = ShardedWorkers(configure("a test", TopK(0.1), None, None, 7))
+    workers = ShardedWorkers(Compression(TopK(0.1), seed=7).configured("a test"))
     workers.shard, workers.shards = 3, 4
     assert [workers.make_engine(replica, 2).seed for replica in (0, 1)] == [seeds[3]] * 2
 
