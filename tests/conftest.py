@@ -1,5 +1,6 @@
 """What holds for all tests: one thread each, the same random numbers in every run, Ctrl-C."""
 
+import atexit
 import gc
 import os
 import random
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.processes import standing
 from tests.support.seconds import Clock, Report, TwoPools
 
 # Before torch: two processes run tests, some of which start two more. Threads beside those would
@@ -44,6 +46,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.register(gc.unfreeze)  # else nanobind tells of leaks
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoPools | None:
@@ -63,6 +66,7 @@ def seeded() -> None:
 def ungrouped() -> Iterator[None]:
     """Lightning leaves a process group behind, in which other tests would communicate."""
     yield
+    standing.close()
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

@@ -6,6 +6,7 @@ too, and is tried again the next time.
 
 from __future__ import annotations
 
+import datetime
 import fcntl
 import json
 import math
@@ -46,9 +47,15 @@ def versions(path: Path, cells: Sequence[Cell]) -> list[str]:
 
 
 def run(
-    train: Train, before: Before, cells: Sequence[Cell], path: Path, data: Path | None, jobs: int
+    train: Train,
+    before: Before,
+    cells: Sequence[Cell],
+    path: Path,
+    data: Path | None,
+    jobs: int,
+    since: str = "",
 ) -> None:
-    """Run the cells that have no row, or a failed one.
+    """Run the cells that have no row, a failed one, or one that is too old.
 
     Args:
         train: runs one cell.
@@ -57,6 +64,7 @@ def run(
         path: of the rows.
         data: what ``train`` reads.
         jobs: how many cells at a time.
+        since: the date before which a row is too old; empty: none is.
 
     Raises:
         SystemExit: another command is at work on the same rows.
@@ -68,7 +76,8 @@ def run(
         _alone(path, file)
         found = _lines(path)
         _drop_half_a_line(path)
-        kept = {key for key, row in found.items() if "failed" not in row["figures"]}
+        new = {key: row for key, row in found.items() if row.get("date", "") >= since}
+        kept = {key for key, row in new.items() if "failed" not in row["figures"]}
         todo = [cell for cell in in_order(before, cells) if _key(cell) not in kept]
         began = time.monotonic()
         task = progress.add_task(path.stem, total=len(todo))
@@ -122,7 +131,9 @@ def _row(train: Train, cell: Cell, first: Sequence[Cell], path: Path, data: Path
         torch.set_flush_denormal(False)
         torch.set_num_threads(threads)
     cpu = round(time.process_time() - started, 2)
-    return {"cell": cell, "figures": _plain(figures), "cpu": cpu, "torch": torch.__version__}
+    date = datetime.date.today().isoformat()
+    row = {"cell": cell, "figures": _plain(figures), "cpu": cpu}
+    return row | {"torch": torch.__version__, "date": date}
 
 
 def _found(first: Sequence[Cell], path: Path) -> Cell:

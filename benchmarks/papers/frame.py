@@ -5,6 +5,7 @@ soon as it is there, so an interruption costs what is under way. A run that dive
 row too.
 
     python benchmarks/papers/heterogeneity.py --data libsvm/               # what is missing
+    python benchmarks/papers/heterogeneity.py --since 2026-11-29           # again what is older
     python benchmarks/papers/heterogeneity.py --page                       # page and plot only
     python benchmarks/papers/heterogeneity.py --plot                       # the plot only
     python benchmarks/papers/thesis.py --jobs 8                            # eight runs at a time
@@ -147,6 +148,7 @@ def main(experiment: Experiment) -> int:
     add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of all cells with it")
     add("--only", nargs="+", default=[], metavar="NAME=VALUE", help="cells to run; any of several")
     add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
+    add("--since", default="", metavar="DATE", help="run cells again whose rows are older")
     add("--page", action="store_true", help="run nothing")
     add("--plot", action="store_true", help="run nothing, and draw the newest page's plot again")
     add("--out", type=Path, default=RESULTS, help="folder of the JSONL, the page and the plot")
@@ -175,7 +177,9 @@ def main(experiment: Experiment) -> int:
     if chosen:
         path = options.out / f"{experiment.name}.jsonl"
         data = options.data and Path(options.data)
-        cell_runs.run(experiment.train, experiment.before, chosen, path, data, options.jobs)
+        cell_runs.run(
+            experiment.train, experiment.before, chosen, path, data, options.jobs, options.since
+        )
     sys.stdout.write(write(experiment, cells, options.out))
     return int(any("failed" in r for r in read(options.out / f"{experiment.name}.jsonl", cells)))
 

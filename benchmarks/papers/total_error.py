@@ -21,7 +21,7 @@ from typing import Any
 import frame
 import numpy as np
 import tasks
-from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict, where
+from frame import Cell, Claim, Experiment, Row, interval, spread, table, values, verdict, where
 from madelon_task import regression
 from matplotlib.figure import Figure
 from previous_budget import EvenBudget
@@ -66,6 +66,10 @@ Top-k's within 1 %. `{BUDGET}` is `TotalErrorBudget`, `{EVEN}` its rule before (
 both told Top-k's density. `{SIMPLE}` is `TotalError(k_min)`, which chooses its
 density itself. Σγ²‖e‖² is in units of the update (paper 004, Remark 4 and its convergence bound),
 Σ‖e‖² in those of the gradient; both as multiples of `{CONSTANT}`'s.
+
+*Payload* is the bytes of worker 0's values and positions, as a multiple of Top-k's. A threshold's
+message has up to 39 bytes more, and a Top-k's up to 23. *Apart* is the 95 % interval of the loss
+less Top-k's (Student's t).
 """
 
 
@@ -251,16 +255,20 @@ def page(rows: list[Row]) -> str:
             lines = []
             for arm in ARMS:
                 mine = where(rows, arm=arm, **what)
+                ours, theirs = paired(rows, arm, TOP, "loss", **what)
+                apart = [a - b for a, b in zip(ours, theirs, strict=True)] if arm != TOP else []
                 lines.append(
                     [
                         f"`{arm}`",
                         spread(values(mine, "density"), ".3f", 100) + " %",
                         spread(ratio(rows, arm, CONSTANT, "total_error", **what)),
                         spread(ratio(rows, arm, CONSTANT, "total_error_update", **what)),
+                        spread(ratio(rows, arm, TOP, "bits", **what)),
                         spread(values(mine, "loss"), ".4f"),
+                        "{:+.3f} to {:+.3f}".format(*interval(apart)) if len(apart) > 1 else "",
                     ]
                 )
-            head = ["", "density", "Σ‖e‖²", "Σγ²‖e‖²", QUALITY[task]]
+            head = ["", "density", "Σ‖e‖²", "Σγ²‖e‖²", "payload", QUALITY[task], "apart"]
             text += f"## {task}, {100 * aim:g} %\n\n{table(head, lines)}\n"
     lines = []
     for arm in MATCHED:

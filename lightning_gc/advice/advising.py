@@ -24,7 +24,7 @@ from lightning_gc.advice.prediction import (
     predict,
     shortlist,
 )
-from lightning_gc.advice.session import SHARE, SHARE_ALONE, Session, Target
+from lightning_gc.advice.session import SHARE, SHARE_ALONE, Session
 from lightning_gc.bench import preparation
 from lightning_gc.bench.baselines import PLAIN, select_methods
 from lightning_gc.methods.lightning_flavour import quiet_libraries
@@ -134,7 +134,7 @@ def advise(
         ValueError: an invalid file, method or rate; a model that optimizes manually.
         BenchError: a worker has failed.
     """
-    target = Target(workers, None if link is None else link_of(link))
+    nominal = None if link is None else link_of(link)
     if workers is not None and workers < 2:
         raise ValueError(f"advise(workers={workers!r}): at least 2 exchange gradients.")
     if budget_seconds < 10:
@@ -145,7 +145,8 @@ def advise(
     tell = (say or (lambda text: None)) if worker.rank == 0 else (lambda text: None)
     sections = config if isinstance(config, Mapping) else read(config, needed=("model",))
     chosen = select_methods([SIXTEEN, *(methods or METHODS)], methods_in(sections))
-    asked = {"methods": list(chosen), "budget": budget_seconds, "target": target}
+    asked = {"methods": list(chosen), "budget": budget_seconds}
+    asked |= {"workers": workers, "link": nominal}
     same = {name: repr(value) for name, value in asked.items()} | {"predict": str(predict_only)}
     with contextlib.ExitStack() as within:
         within.enter_context(stopping_at_once(worker.rank))
@@ -166,7 +167,7 @@ def advise(
         session = Session(setup, chosen, device, tell, deadline, share * budget_seconds)
         found = session.find_link()
         tell(f"link: {report.link_line(found)}")
-        situation = session.situation(target, found)
+        situation = session.situation(found, workers, nominal)
         rows = predict(situation, session.knobs(situation.costs))
         measured: dict[str, dict[str, Any]] = {}
         if turns:

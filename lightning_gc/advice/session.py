@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -182,20 +182,6 @@ SHARE, SHARE_ALONE = 0.3, 0.7
 """Shares of the budget for the methods' computation: if methods are measured, and if not."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """The cluster that the prediction is for.
-
-    Attributes:
-        workers: W; None is this run's W.
-        link: nominal rates of its links, whose latency is the measured one; None: the measured
-            link.
-    """
-
-    workers: int | None = None
-    link: Link | None = None
-
-
 class Session:
     """Measures and predicts, in the same calls on all workers.
 
@@ -237,9 +223,16 @@ class Session:
             raise BenchError(self.setup.worker.rank, "the probe of the link", error) from error
         return with_directions(links, *(min(each) for each in zip(*ways, strict=True)))
 
-    def situation(self, target: Target, links: Links) -> Situation:
-        """Time module, methods and DDP's wrapper; return the situation of the target."""
-        workers = target.workers or self.setup.worker.world_size
+    def situation(self, links: Links, workers: int | None, nominal: Link | None) -> Situation:
+        """Time module, methods and DDP's wrapper; return the situation of the target.
+
+        Args:
+            links: as measured.
+            workers: W of the target; None is this run's W.
+            nominal: rates of its links, whose latency is the measured one; None: the measured
+                links.
+        """
+        workers = workers or self.setup.worker.world_size
         timing, module = self._module_turn()
         order = self._order(timing)
         names = tuple(order)
@@ -282,7 +275,7 @@ class Session:
             contention,
         )
         overhead = max(self._wrapped_turn() - module.step, 0.0)
-        asked = links if target.link is None else at_rate(links, target.link)
+        asked = links if nominal is None else at_rate(links, nominal)
         return replace(here, workers=workers, links=asked, overhead=overhead)
 
     def knobs(self, costs: Costs) -> dict[str, frozenset[str]]:

@@ -10,15 +10,15 @@ import abc
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_gc.core import Bucket, Flow, Limits, Payload, Wire, payload_validation
-from lightning_gc.core.segments import Pending
 from lightning_gc.core.wire import limits
-from lightning_gc.kernels.dispatch import fused
+from lightning_gc.kernels.dispatch import fused, table_for
+from lightning_gc.kernels.shards import ShardTable
 
 Joint = Literal["no", "parts", "shards", "ranges"]
 
@@ -203,8 +203,8 @@ class WholeCodec(Whole):
 class JointCodec(WholeCodec):
     """Encode parts of a bucket in one payload.
 
-    The payload has each field of the parts' codec, the parts' tensors one after the other. Without
-    ``kernels`` it works part by part, which is the reference of the kernels: the same payload.
+    The payload has each field of the parts' codec, the parts' tensors one after the other. This
+    class works part by part, which is the reference of kernels.
 
     Args:
         codec: of the first part.
@@ -217,17 +217,6 @@ class JointCodec(WholeCodec):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    def kernels(self, flat: Tensor, shards: int = 1) -> ShardKernels | None:
-        """Return kernels of all parts of ``flat``, or of W shards of each; None: torch encodes."""
-        return None
-
-    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
-        kernels = self.kernels(buffer, bucket.workers)
-        if kernels is None:
-            return None
-        row = type(self)(self.codec, in_row(self.parts, bucket.workers))
-        return Shards(row, self.elements(bucket.numel), kernels, bucket, buffer)
-
     @property
     def in_rows(self) -> bool:
         """Whether shards of all parts are copied to rows, which are coded together.
@@ -238,10 +227,6 @@ class JointCodec(WholeCodec):
         return False
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        kernels = self.kernels(buffer)
-        if kernels is not None:
-            (payload,) = kernels.encode(buffer, bucket)
-            return payload
         payloads = [
             part.codec.encode(
                 buffer[part.start : part.stop], bucket.part(part.name, part.start, part.stop)
@@ -257,16 +242,6 @@ class JointCodec(WholeCodec):
         for part, *tensors in zip(self.parts, *cut, strict=True):
             inner = bucket.part(part.name, part.start, part.stop)
             part.codec.decode(tuple(tensors), out[part.start : part.stop], scale, inner)
-
-    def receive_all(
-        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
-    ) -> None:
-        kernels = self.kernels(out)
-        if kernels is None:
-            super().receive_all(payloads, out, bucket, averaged=averaged)
-        else:
-            self.check(payloads, bucket, averaged=averaged)
-            kernels.average(payloads, out, bucket.pending)
 
     def clear(self, out: Tensor) -> None:
         """Zero the parts of ``out``; all of it if nothing else is in it."""
@@ -299,20 +274,71 @@ def joined(parts: tuple[Part, ...]) -> JointCodec:
     return joint
 
 
-class ShardKernels(Protocol):
-    """Kernels that encode and decode all shards of a bucket at once."""
+class JointTable(JointCodec):
+    """Encode parts of a bucket by a table of kernels; without one part by part.
 
-    def encode(self, buffer: Tensor, bucket: Bucket) -> Sequence[Payload]:
-        """Move the sent part out of ``buffer``: a payload for each worker, its shards' parts."""
+    Attributes:
+        family: module of ``kernels.gpu``, ``kernels.host`` or both.
+    """
 
-    def again(self, payloads: Sequence[Payload], buffer: Tensor, bucket: Bucket) -> Payload:
-        """Average all workers' ``payloads`` of the own shard, and encode the mean.
+    family: ClassVar[str]
 
-        W times the error of this second encoding is added to ``buffer``.
-        """
+    @property
+    @abc.abstractmethod
+    def settings(self) -> tuple[Any, ...] | None:
+        """Arguments of the family's table; None: torch encodes."""
 
-    def average(self, payloads: Sequence[Payload], out: Tensor, pending: Pending | None) -> None:
-        """Write the shards of all workers to ``out``."""
+    def kernels(self, flat: Tensor) -> type[ShardTable] | None:
+        """Return the class of the table for ``flat``, on a GPU or on the host."""
+        settings = self.settings
+        return None if settings is None else table_for(flat, self.family, settings)
+
+    def table(self, flat: Tensor, shards: int = 1) -> ShardTable | None:
+        """Return the table of all parts, or of W shards of each; None: torch encodes."""
+        kind = self.kernels(flat)
+        return None if kind is None else self._made(kind, flat.device, shards)
+
+    @functools.cached_property
+    def _made(self) -> Callable[[Any, torch.device, int], ShardTable]:
+        parts = [(part.name, part.place, part.start, part.stop) for part in self.parts]
+        settings = self.settings or ()
+        return functools.cache(lambda kind, *on: kind(parts, *settings, *on))
+
+    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
+        joint, kind = joint_of(bucket, scheme), self.kernels(buffer)
+        able = kind is not None and kind.guards and (kind.cuts or joint == "parts")
+        return able and joint != "no"
+
+    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
+        kind = self.kernels(buffer)
+        if kind is None or not kind.cuts:
+            return None
+        row = type(self)(self.codec, in_row(self.parts, bucket.workers))
+        table = self._made(kind, buffer.device, bucket.workers)
+        return Shards(row, self.elements(bucket.numel), table, bucket, buffer)
+
+    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
+        table = self.table(buffer)
+        if table is None or not table.encodes:
+            return super().encode(buffer, bucket)
+        (payload,) = table.encode(buffer, bucket)
+        return payload
+
+    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
+        table = self.table(out)
+        if table is None or not table.add(payload, out, scale):
+            super().decode(payload, out, scale, bucket)
+
+    def receive_all(
+        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
+    ) -> None:
+        table = self.table(out)
+        if table is not None:
+            self.check(payloads, bucket, averaged=averaged)
+            if table.average(payloads, out, bucket.pending):
+                return
+        # The reference says which worker has sent a code that no encoder makes.
+        super().receive_all(payloads, out, bucket, averaged=averaged)
 
 
 @dataclass(frozen=True)
@@ -328,7 +354,7 @@ class Shards:
 
     row: WholeCodec
     elements: int
-    kernels: ShardKernels
+    kernels: ShardTable
     bucket: Bucket
     buffer: Tensor
 

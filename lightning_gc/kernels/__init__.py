@@ -2,6 +2,6 @@
 
 Each function has a reference in torch. A Triton kernel (``gpu``) is used if ``dispatch.fused``
 returns True. A numba kernel (``host``) is used if there is one and ``dispatch.compiled`` returns
-True. Triton's kernels equal the reference bit for bit in Triton's interpreter. Kernels for one
-tensor have also been run on an NVIDIA H100.
+True. Families of codes have a ``shards.ShardTable`` in each, which ``dispatch.table_for`` chooses.
+Triton's kernels equal the reference bit for bit in Triton's interpreter.
 """

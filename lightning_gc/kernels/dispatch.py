@@ -480,8 +480,13 @@ def _is_compiled(family: str) -> bool:
 def on_disk() -> dict[str, bool]:
     """Return numba's families, and whether each is compiled on this machine; without numba none."""
     found = find_spec("numba") is not None
-    names = [module.name for module in pkgutil.iter_modules([str(_SOURCES)])]
-    return {family: found and _is_compiled(family) for family in names}
+    return {family: found and _is_compiled(family) for family in _on_host()}
+
+
+@functools.cache
+def _on_host() -> tuple[str, ...]:
+    """Return numba's families."""
+    return tuple(module.name for module in pkgutil.iter_modules([str(_SOURCES)]))
 
 
 def _mark(family: str) -> Path:
@@ -491,7 +496,7 @@ def _mark(family: str) -> Path:
 @functools.cache
 def _folder() -> Path:
     """Return the folder in which numba keeps the kernels."""
-    from lightning_gc.kernels.host.tensors import times
+    from lightning_gc.kernels.host.segments import times
 
     return Path(str(times.stats.cache_path))
 
@@ -638,6 +643,22 @@ def compiled(tensor: Tensor, family: str) -> bool:
     suitable = tensor.dtype == torch.float32 and tensor.is_contiguous()
     on_host = suitable and tensor.device.type == "cpu" and tensor.numel() > 0
     return on_host and host.works(family)
+
+
+def table_for(tensor: Tensor, family: str, settings: tuple[Any, ...]) -> Any:
+    """Return the table of a family's kernels for ``tensor``: of Triton, else of numba; or None.
+
+    Args:
+        tensor: on any device.
+        family: a module of ``kernels.gpu`` or ``kernels.host`` with a ``shards.ShardTable``.
+        settings: of the table.
+    """
+    if fused(tensor, family) and (found := _module(f"gpu.{family}").Table).takes(*settings):
+        return found
+    if family in _on_host() and compiled(tensor, family):
+        found = _module(f"host.{family}").Table
+        return found if found.takes(*settings) else None
+    return None
 
 
 def family(name: str, tensor: Tensor) -> ModuleType:

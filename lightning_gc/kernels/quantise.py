@@ -1,17 +1,69 @@
-"""Quantise and dequantise: QSGD's encoder and decoder with packed bits; bfloat16 rounding."""
+"""Quantise and dequantise: QSGD's encoder and decoder with packed bits."""
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.kernels.dispatch import compiled, fused
+from lightning_gc.kernels.dispatch import compiled, table_for
+from lightning_gc.kernels.shards import Layout, ShardTable
 
 _PIECE = 1 << 16  # elements, about
 Check = Callable[[Tensor, int, Tensor], Tensor]
 Noise = Tensor | torch.Generator | np.random.SFC64 | None
+
+
+class LevelTable(ShardTable):
+    """Encodes and decodes parts of a bucket, or W shards of each, in levels of their norms.
+
+    Args:
+        parts, shards: as for ``kernels.shards.Layout``.
+        bits: of a code.
+        block_size: elements that share a norm.
+        nearest: whether elements are rounded to the nearest level, or at random.
+        device: of the bucket.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, int, int, int]],
+        bits: int,
+        block_size: int,
+        nearest: bool,
+        device: torch.device,
+        shards: int = 1,
+    ) -> None:
+        layout = Layout(parts, bits, block_size, shards)
+        super().__init__(layout, layout.blocks)
+        self.bits, self.block_size, self.nearest, self.device = bits, block_size, nearest, device
+
+    @abc.abstractmethod
+    def quantise(self, buffer: Tensor, norms: Tensor, noise: torch.Generator | None) -> Tensor:
+        """Do as the function of this name, for the only part."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_one(kind: type[LevelTable], numel: int, *settings: Any) -> LevelTable:
+    return kind([("", 0, 0, numel)], *settings)
+
+
+def _table(
+    flat: Tensor, norms: Tensor, block_size: int, bits: int, *, nearest: bool = True
+) -> LevelTable | None:
+    """Return the table of one part; None if kernels, which check no index, cannot take it."""
+    fit = norms.shape == (-(-flat.numel() // block_size),) and norms.is_contiguous()
+    if not fit or norms.dtype != torch.float32:
+        return None
+    settings = bits, block_size, nearest
+    kind = table_for(flat, "levels", settings)
+    return None if kind is None else _of_one(kind, flat.numel(), *settings, flat.device)
 
 
 def quantise(
@@ -44,22 +96,17 @@ def quantise(
         ``(packed_bytes(numel, bits),)`` uint8, as by ``bit_packing.pack``.
 
     On CUDA, and on the host where numba is and codes have at most 8 bits, one kernel reads 4 bytes
-    and writes ``4 + bits/8`` per element.
+    and writes ``4 + bits/8`` per element. Torch rounds with given numbers.
 
     Example:
         >>> x = torch.tensor([1.0, -0.25])
         >>> quantise(x, torch.tensor([1.0]), 2, 2, torch.tensor([0.5, 0.5])), x
         (tensor([6], dtype=torch.uint8), tensor([ 0.0000, -0.2500]))
     """
-    others = [norms, noise] if isinstance(noise, Tensor) else [norms]
-    if fused(buffer, "levels") and all(other.is_contiguous() for other in others):
-        from lightning_gc.kernels.gpu import levels as gpu
-
-        return gpu.quantise(buffer, norms, block_size, bits, noise)
-    if in_one_pass(buffer, norms, block_size, bits) and not isinstance(noise, Tensor):
-        from lightning_gc.kernels.host import levels as host
-
-        return host.quantise(buffer, norms, block_size, bits, noise)
+    if not isinstance(noise, Tensor):
+        table = _table(buffer, norms, block_size, bits, nearest=noise is None)
+        if table is not None:
+            return table.quantise(buffer, norms, noise)
     drawn = _stream(noise)
     packed = [
         quantise_reference(
@@ -88,12 +135,6 @@ def _rows_largest(blocks: Tensor) -> Tensor:
         return blocks.abs().amax(dim=1)
     low, high = blocks.aminmax(dim=1)  # no tensor of magnitudes
     return torch.maximum(low.neg_(), high)
-
-
-def in_one_pass(flat: Tensor, norms: Tensor, block_size: int, bits: int) -> bool:
-    """Return whether numba's kernels can take these tensors; they do not check indices."""
-    whole = norms.shape == (-(-flat.numel() // block_size),)
-    return whole and bits <= 8 and compiled(flat, "levels") and compiled(norms, "levels")
 
 
 def pieces(tensor: Tensor, block_size: int, bits: int) -> Iterator[tuple[slice, slice]]:
@@ -198,22 +239,14 @@ def dequantise(
         >>> out
         tensor([3., 0.])
     """
-    contiguous = packed.is_contiguous() and norms.is_contiguous()
-    if fused(out, "levels") and contiguous and norms.dtype == torch.float32:
-        from lightning_gc.kernels.gpu import levels as gpu
-
-        gpu.dequantise(packed, norms, block_size, bits, out, scale)
-        return
     expected = packed_bytes(out.numel(), bits)
     if packed.shape != (expected,):
         raise ValueError(
             f"The codes take {expected} bytes, but a tensor of {tuple(packed.shape)} arrived."
         )
-    if in_one_pass(out, norms, block_size, bits) and packed.is_contiguous():
-        from lightning_gc.kernels.host import levels as host
-
-        if host.dequantise(packed, norms, block_size, bits, out, scale) <= 2**bits - 2:
-            return  # else nothing has been added
+    table = _table(out, norms, block_size, bits)
+    if table is not None and table.add((packed, norms), out, scale):
+        return
     for piece, blocks in pieces(out, block_size, bits):
         whole = piece.start is None
         coded = packed if whole else packed[piece.start * bits // 8 : piece.stop * bits // 8]
@@ -231,44 +264,3 @@ def dequantise_reference(
     levels = in_blocks(codes.to(norms.dtype) - s, block_size)
     rounded = (levels / steps * norms.view(-1, 1)).view(-1)[:numel]
     out.add_(rounded, alpha=scale)
-
-
-def round_to_bfloat16(buffer: Tensor) -> Tensor:
-    """Return ``buffer`` rounded to bfloat16, and leave the rounding error in ``buffer``.
-
-    Args:
-        buffer: ``(numel,)``, changed in place.
-
-    On the host numba needs one pass that moves 10 bytes per element. Torch needs two passes, and
-    the second converts slowly.
-
-    Example:
-        >>> error = torch.tensor([1.0, 1.001])
-        >>> round_to_bfloat16(error), error
-        (tensor([1., 1.], dtype=torch.bfloat16), tensor([0.0000, 0.0010]))
-    """
-    if compiled(buffer, "tensors"):
-        from lightning_gc.kernels.host import tensors as host
-
-        return host.round_to_bfloat16(buffer)
-    rounded = buffer.to(torch.bfloat16)
-    buffer.sub_(rounded)
-    return rounded
-
-
-def add_bfloat16(out: Tensor, values: Tensor, scale: float) -> None:
-    """Add ``scale · values`` to ``out``, both ``(numel,)``, the values in bfloat16.
-
-    Example:
-        >>> out = torch.ones(2)
-        >>> add_bfloat16(out, torch.tensor([1.0, 2.0], dtype=torch.bfloat16), 0.5)
-        >>> out
-        tensor([1.5000, 2.0000])
-    """
-    same = values.dtype == torch.bfloat16 and values.shape == out.shape
-    if same and compiled(out, "tensors") and values.is_contiguous():
-        from lightning_gc.kernels.host import tensors as host
-
-        host.add_bfloat16(out, values, scale)
-    else:
-        out.add_(values, alpha=scale)

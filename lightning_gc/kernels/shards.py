@@ -1,11 +1,11 @@
-"""Parts of a bucket in W shards: where they lie, and the exchange of all shards in kernels."""
+"""Parts of a bucket in W shards: where they lie, and the tables of kernels that code them."""
 
 from __future__ import annotations
 
 import abc
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,15 +93,33 @@ class Layout:
 
 
 class ShardTable(abc.ABC):
-    """Encodes and decodes the parts of a layout; see ``compressors.base.ShardKernels``.
+    """Encodes and decodes parts of a bucket, or W shards of each, by kernels.
+
+    Each family of kernels has a module in ``kernels.gpu``, in ``kernels.host`` or in both. The
+    module's ``Table`` is made of parts, as for ``Layout``, then the family's settings, the device
+    and the number of shards.
 
     Args:
         layout: of the payloads. A payload is codes, and a tensor of each of the numbers.
         numbers: lengths of the tensors of numbers, which are float32.
 
     Attributes:
+        guards: whether it does the engine's work, as ``core.segments.Pending`` says.
+        cuts: whether it encodes all shards at once, and a mean again.
+        chooses: whether it also encodes the elements that a sparsifier chooses.
+        encodes: whether its kernels encode; else they only decode.
         fields: dtype and length of each tensor of a payload.
     """
+
+    guards: ClassVar[bool] = True
+    cuts: ClassVar[bool] = True
+    chooses: ClassVar[bool] = False
+    encodes: bool = True
+
+    @classmethod
+    def takes(cls, *settings: Any) -> bool:
+        """Return whether the kernels take these settings of the family."""
+        return True
 
     def __init__(self, layout: Layout, *numbers: int) -> None:
         self.layout = layout
@@ -122,24 +140,42 @@ class ShardTable(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _average(
+    def average(
         self,
         payloads: Sequence[Payload],
         out: Tensor,
-        flags: Sequence[Tensor],
+        pending: Pending | None,
         mine: int | None = None,
-    ) -> None:
-        """Write all parts' means and the flags; or the mean of shard ``mine``, as a row."""
+    ) -> bool:
+        """Write the mean of all workers' payloads, or all shards' payloads, to ``out``.
+
+        Args:
+            payloads: of all workers, in their order; or of all shards.
+            out: overwritten.
+            pending: has the flags that arrived.
+            mine: with it, write the mean of this shard as a row of shards.
+
+        Returns:
+            False if a code is one that no encoder makes. Kernels of a GPU write NaN there instead.
+        """
+
+    def add(self, payload: Payload, out: Tensor, scale: float) -> bool:
+        """Add ``scale`` times a payload to the parts of ``out``.
+
+        Returns:
+            False if nothing was added: by default, and for a code that no encoder makes.
+        """
+        return False
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> list[Packed]:
-        """Return each shard's payload, as ``core.segments.Pending`` says."""
+        """Move the sent part out of ``buffer``, as ``core.segments.Pending`` says.
+
+        Returns:
+            A payload for each worker, its shards of all parts; or only one.
+        """
         packed = self._reserve(buffer, bucket.pending, self.layout.shards)
         self._encode(packed, buffer, bucket, None)
         return [payload.first(len(self.fields)) for payload in packed]
-
-    def average(self, payloads: Sequence[Payload], out: Tensor, pending: Pending | None) -> None:
-        """Write the mean of all workers' payloads, or all shards' payloads, to ``out``."""
-        self._average(payloads, out, [] if pending is None else pending.flags)
 
     def again(self, payloads: Sequence[Payload], buffer: Tensor, bucket: Bucket) -> Packed:
         """Return the payload of the mean of this worker's shard, and book what it loses.
@@ -151,7 +187,7 @@ class ShardTable(abc.ABC):
         """
         pending, mine = bucket.pending, bucket.worker
         mean = buffer.new_empty(self.layout.numel)
-        self._average(payloads, mean, [], mine)
+        self.average(payloads, mean, None, mine)
         packed = self._reserve(buffer, pending, 1)
         self._encode(packed, mean, bucket, mine)
         if pending is None or pending.grad is not None:

@@ -40,10 +40,10 @@ def messages_sent(kind: str, workers: int) -> int:
 class Link:
     """A worker's link, which sends and receives at the same time.
 
-    The network behind the links is not a bottleneck. Whatever arrives somewhere, another worker has
-    sent. So among equal links a ring, an all-gather or an all-to-all of equal messages sends as
-    much as it receives, and takes the time of the slower direction. The other direction counts only
-    where messages differ in length.
+    The network behind the links is not a bottleneck. Each byte that arrives has been sent by
+    another worker. So in a ring all-reduce, an all-gather, or an all-to-all of equal messages the
+    slower direction counts. Only an all-to-all whose messages differ may be held up by the other
+    one.
 
     Attributes:
         gbps: of what it sends, in 10⁹ bits per second; 0: not known.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from lightning_gc.controllers.base import ExchangeRecord
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 from lightning_gc.transports.link import KINDS, Link, Rate, messages_sent
 
@@ -81,25 +82,25 @@ class NetworkModel(Settings):
     down_gbps: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth_gbps", "up_gbps", "down_gbps"):
-            given = getattr(self, name)
-            if given is not None and not 0 < given < math.inf:
-                raise ValueError(f"NetworkModel({name}={given!r}): give 10⁹ bits/s, above 0.")
-        both = (self.up_gbps, self.down_gbps)
-        if both != (None, None) and (None in both or self.bandwidth_gbps != _USUAL):
-            raise ValueError(
-                f"NetworkModel(bandwidth_gbps={self.bandwidth_gbps:g}, up_gbps={self.up_gbps}, "
-                f"down_gbps={self.down_gbps}): give bandwidth_gbps for both directions, or up_gbps "
-                f"and down_gbps, such as NetworkModel(up_gbps=0.02, down_gbps=0.2)."
+        up, down, usual = self.up_gbps, self.down_gbps, self.bandwidth_gbps
+        for name, rate in (("bandwidth_gbps", usual), ("up_gbps", up), ("down_gbps", down)):
+            if rate is not None and not 0 < rate < math.inf:
+                refuse("NetworkModel", "give 10⁹ bits/s, above 0", **{name: rate})
+        if (up is None) != (down is None) or (up is not None and usual != _USUAL):
+            refuse(
+                "NetworkModel",
+                "give bandwidth_gbps for both directions, or up_gbps and down_gbps, such as "
+                "NetworkModel(up_gbps=0.02, down_gbps=0.2)",
+                bandwidth_gbps=usual,
+                up_gbps=up,
+                down_gbps=down,
             )
         for name, unit in (("latency_us", "microseconds"), ("knee_bytes", "bytes")):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"NetworkModel({name}={getattr(self, name)!r}): give {unit}, 0 or more."
-                )
+                refuse("NetworkModel", f"give {unit}, 0 or more", **{name: getattr(self, name)})
         if self.topology not in get_args(Topology):
             known = ", ".join(map(repr, get_args(Topology)))
-            raise ValueError(f"NetworkModel(topology={self.topology!r}): use one of {known}.")
+            refuse("NetworkModel", f"use one of {known}", topology=self.topology)
         object.__setattr__(self, "latencies_us", tuple(dict(self.latencies_us).items()))  # hashable
         schedule = tuple(
             (s, b if isinstance(b, int | float) else tuple(b)) for s, b in self.schedule
@@ -107,17 +108,13 @@ class NetworkModel(Settings):
         object.__setattr__(self, "schedule", schedule)
         for kind, latency in dict(self.latencies_us).items():
             if kind not in KINDS or not 0 <= latency < math.inf:
-                raise ValueError(
-                    f"NetworkModel(latencies_us={{{kind!r}: {latency!r}}}): kinds are "
-                    f"{', '.join(KINDS)}, and a latency is 0 microseconds or more."
-                )
+                rule = f"kinds are {', '.join(KINDS)}, and a latency is 0 microseconds or more"
+                refuse("NetworkModel", rule, latencies_us={kind: latency})
         steps = [step for step, _ in self.schedule]
         rates = [rate for _, given in self.schedule for rate in _both(given)]
         if steps != sorted(set(steps)) or not all(0 < rate < math.inf for rate in rates):
-            raise ValueError(
-                f"NetworkModel(schedule={self.schedule!r}): give pairs of a step and 10⁹ bits/s "
-                f"above 0, in ascending order of steps."
-            )
+            rule = "give pairs of a step and 10⁹ bits/s above 0, in ascending order of steps"
+            refuse("NetworkModel", rule, schedule=self.schedule)
 
     @property
     def link(self) -> Link:

@@ -7,27 +7,25 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.support.examples import Ended, as_script, forked_script
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "first_speedup.py"
 MAY_MAKE_LINKS = os.geteuid() == 0 and bool(shutil.which("ip")) and bool(shutil.which("tc"))
 
 
-def compared(folder: Path, *options: str) -> dict[str, list[float]]:
+def compared(
+    folder: Path, *options: str, run: Callable[..., Ended] = as_script
+) -> dict[str, list[float]]:
     """Return seconds per step, megabytes per step and loss of both strategies."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *options],
-        capture_output=True,
-        text=True,
-        timeout=220,
-        check=False,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"A step is \S+ times as fast, with \S+ times fewer bytes\.", done.stdout)
-    rows = re.findall(r"^(\w*ddp\w*) +(\S+) +(\S+) +(\S+)$", done.stdout, re.M)
+    done = run("first_speedup", options, folder=folder)
+    assert done.code == 0, done.out + done.err
+    assert re.search(r"A step is \S+ times as fast, with \S+ times fewer bytes\.", done.out)
+    rows = re.findall(r"^(\w*ddp\w*) +(\S+) +(\S+) +(\S+)$", done.out, re.M)
     return {name: [float(figure) for figure in figures] for name, *figures in rows}
 
 
@@ -61,7 +59,7 @@ def test_options_are_judged_before_training(
 @pytest.mark.parametrize("kind", ["images", pytest.param("text", marks=pytest.mark.nightly)])
 def test_simulated_workers_show_what_compression_saves(kind: str, tmp_path: Path) -> None:
     options = ["--simulate", "--model", kind, "--steps", "6", "--after", "compressed_ddp_qsgd"]
-    rows = compared(tmp_path, *options, "--mbit", "10")
+    rows = compared(tmp_path, *options, "--mbit", "10", run=forked_script)
     (seconds, mbytes, loss), (faster, fewer, other) = rows["ddp"], rows["compressed_ddp_qsgd"]
     assert mbytes / fewer > 7
     assert seconds > faster  # 20 MB take 17 s here

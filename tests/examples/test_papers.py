@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 import cell_runs
 import frame
 import layers
+import total_error
 import tuned_rate
 
 
@@ -150,6 +151,33 @@ def test_half_a_row_is_not_read_and_its_cell_is_run_again(monkeypatch, tmp_path)
     assert [row["arm"] for row in cell_runs.read(path, tried.cells(1))] == ["a"]
     assert start(tried, monkeypatch, tmp_path) == 0
     assert [json.loads(line)["cell"]["arm"] for line in path.read_text().splitlines()] == ["a", "b"]
+
+
+def test_rows_before_a_date_are_run_again_once(monkeypatch, tmp_path) -> None:
+    losses = iter((1.0, 2.0, 3.0))
+    tried = experiment(lambda cell, data: {"loss": next(losses)}, [{"arm": "a"}, {"arm": "b"}])
+    assert start(tried, monkeypatch, tmp_path) == 0
+    path = tmp_path / "tried.jsonl"
+    first, second = map(json.loads, path.read_text().splitlines())
+    rows = (first | {"date": "2000-01-01"}, second)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for _ in range(2):
+        assert start(tried, monkeypatch, tmp_path, "--since", second["date"]) == 0
+    assert [row["loss"] for row in cell_runs.read(path, tried.cells(1))] == [3.0, 2.0]
+
+
+@pytest.mark.parametrize(("power", "slope"), [(-1.2, -1.5), (0.7, 1.0)])
+def test_a_level_is_found_at_which_a_run_sends_so_much(power, slope) -> None:
+    tried = []
+
+    def run(level: float) -> dict[str, float]:
+        tried.append(level)
+        return {"bytes": 5e4 * level**power}
+
+    found = total_error.matched(run, 1.0, 1e3, "bytes", slope)
+    assert abs(found["bytes"] / 1e3 - 1) < 0.01
+    assert found["factor"] == pytest.approx(tried[-1])
+    assert found["tries"] == len(tried) < 7
 
 
 def test_a_second_command_at_the_same_rows_is_refused(monkeypatch, tmp_path) -> None:

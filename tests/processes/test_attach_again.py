@@ -37,7 +37,7 @@ from tests.processes.test_attach import Loop, Net, batches
 from tests.support.controlled_workers import Listens
 from tests.support.damaged_leaves import replaced
 from tests.support.fitting import digest
-from tests.support.processes import run_in_processes, said
+from tests.support.processes import said, standing
 
 pytestmark = pytest.mark.processes
 
@@ -59,7 +59,7 @@ def in_a_group(worker: int) -> dict[str, float | None]:
 
 
 def test_a_controller_decides_for_the_group_of_its_module() -> None:
-    assert run_in_processes(in_a_group, 3) == [{}, {"weight": 0.05}, {"weight": 0.05}]
+    assert standing.run(in_a_group, 3) == [{}, {"weight": 0.05}, {"weight": 0.05}]
 
 
 def rolled_back(worker: int) -> None:
@@ -84,7 +84,7 @@ def rolled_back(worker: int) -> None:
 
 def test_what_was_set_after_a_state_was_saved_is_gone_once_it_is_loaded() -> None:
     """Levels, and the state of another controller, which this one could not read."""
-    run_in_processes(rolled_back, 1)
+    standing.run(rolled_back, 1)
 
 
 def begun_again(worker: int) -> list[int]:
@@ -103,7 +103,7 @@ def begun_again(worker: int) -> list[int]:
 
 def test_a_reset_keeps_the_step() -> None:
     """A controller counts on, and random numbers are not drawn again."""
-    assert run_in_processes(begun_again, 1) == [[0, 3, 2]]
+    assert standing.run(begun_again, 1) == [[0, 3, 2]]
 
 
 def attached_twice(worker: int) -> list[Any]:
@@ -134,7 +134,7 @@ def attached_twice(worker: int) -> list[Any]:
 
 
 def test_a_second_attach_leaves_nothing_behind_and_a_second_close_does_nothing() -> None:
-    for same, threads, groups in run_in_processes(attached_twice, 2):
+    for same, threads, groups in standing.run(attached_twice, 2):
         assert same
         assert (threads, groups) == (1, 1)
 
@@ -171,7 +171,7 @@ def rearmed(worker: int) -> dict[str, Any]:
 
 def test_attach_after_close_continues_on_the_same_module() -> None:
     """As when the Trainer of transformers trains twice: it keeps its DDP."""
-    for found in run_in_processes(rearmed, 2):
+    for found in standing.run(rearmed, 2):
         assert "after the handle of this module was closed. Call attach" in found["closed"]
         assert "Call handle.close(), and then attach again" in found["open"]
         assert found["resumed"] == found["straight"]
@@ -236,7 +236,7 @@ def nonsense(worker: int) -> list[str]:
 
 def test_nonsense_with_a_valid_checksum_is_refused_before_anything_changes() -> None:
     """Each value that a compressor keeps, by one of another type, shape or range; and levels."""
-    assert run_in_processes(nonsense, 1) == [[]]
+    assert standing.run(nonsense, 1) == [[]]
 
 
 def apart(worker: int) -> list[str]:
@@ -262,7 +262,7 @@ def apart(worker: int) -> list[str]:
 
 
 def test_levels_and_buckets_must_be_equal_on_all_workers() -> None:
-    for sentences in run_in_processes(apart, 2):
+    for sentences in standing.run(apart, 2):
         assert len(sentences) == 2
         for sentence in sentences:
             assert sentence.startswith("Worker 1 has a state with other levels, buckets or")
@@ -283,7 +283,7 @@ def under_one_name(worker: int, folder: str) -> str:
 
 
 def test_states_saved_under_one_name_are_called_so(tmp_path: Path) -> None:
-    zero, one = run_in_processes(under_one_name, 2, str(tmp_path))
+    zero, one = standing.run(under_one_name, 2, str(tmp_path))
     assert zero == one
     assert zero.startswith("ValueError: All 2 ranks were given the state of worker ")
     assert "If all saved under one name" in zero
@@ -316,5 +316,5 @@ def elsewhere_by_default(worker: int) -> list[list[str]]:
 
 
 def test_a_default_device_is_not_that_of_the_exchange() -> None:
-    for usual, other in run_in_processes(elsewhere_by_default, 2):
+    for usual, other in standing.run(elsewhere_by_default, 2):
         assert usual == other

@@ -17,7 +17,7 @@ from lightning_gc.checkpoint.side_files import FOLDER
 from lightning_gc.controllers import Fixed, Schedule
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy
 from lightning_gc.memories import Memory
-from tests.support.processes import run_in_processes
+from tests.support.processes import standing
 from tests.support.resuming import (
     checkpoint,
     differences,
@@ -175,7 +175,7 @@ def asynchronous(worker: int, options: dict[str, Any]) -> dict[str, Any]:
 
 def test_saved_in_a_thread(tmp_path: Path) -> None:
     options = {"folder": str(tmp_path / "first"), "epochs": 3, "compressor": TOPK, "crash": 10}
-    run_in_processes(asynchronous, 2, options)
+    standing.run(asynchronous, 2, options)
     resumed = run(2, tmp_path / "second", 3, resume=checkpoint(tmp_path / "first", 1, 10))
     assert differences(undisturbed(), resumed) == []
 
@@ -194,7 +194,7 @@ def changed(tmp_path: Path, compressor: Any, **options: Any) -> tuple[Any, list[
     run(2, tmp_path / "a", 1, controller=Fixed(0.1))
     resume = checkpoint(tmp_path / "a", 0, 5)
     options |= {"folder": str(tmp_path / "b"), "epochs": 2, "resume": resume}
-    results = run_in_processes(
+    results = standing.run(
         warned, 2, 2, {"compressor": compressor, "controller": Fixed(0.1), **options}
     )
     assert results[1][1] == []  # worker 0 speaks for all
@@ -227,7 +227,7 @@ def test_a_lost_side_file_of_what_must_be_equal_on_all_workers(tmp_path: Path) -
     os.remove(side_files(tmp_path / "a")["epoch=0-step=5.ckpt-step5-worker1of2.pt"])
     options = {"folder": str(tmp_path / "b"), "epochs": 2, "compressor": learns}
     options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
-    results, _ = zip(*run_in_processes(warned, 2, 2, options), strict=True)
+    results, _ = zip(*standing.run(warned, 2, 2, options), strict=True)
     assert results[0]["digest"] == results[1]["digest"]
 
 
@@ -240,7 +240,7 @@ def test_a_lost_side_file_of_a_memory_that_all_have_alike(tmp_path: Path, memory
     os.remove(side_files(tmp_path / "a")["epoch=0-step=5.ckpt-step5-worker1of2.pt"])
     options = {"folder": str(tmp_path / "b"), "epochs": 2, **common}
     options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
-    (one, (sentence,)), (other, _) = run_in_processes(warned, 2, 2, options)
+    (one, (sentence,)), (other, _) = standing.run(warned, 2, 2, options)
     assert one["digest"] == other["digest"]
     assert f"{type(memory).__name__} keeps buffers that must be equal on all" in sentence
 
@@ -251,7 +251,7 @@ def test_a_lost_side_file_counts_as_zeros(tmp_path: Path) -> None:
     os.remove(lost)
     options = {"folder": str(tmp_path / "b"), "epochs": 2, "compressor": TOPK}
     options |= {"resume": checkpoint(tmp_path / "a", 0, 5)}
-    (one, quiet), (other, (sentence,)) = run_in_processes(warned, 2, 2, options)
+    (one, quiet), (other, (sentence,)) = standing.run(warned, 2, 2, options)
     assert quiet == []
     assert str(lost) in sentence
     assert FOLDER in sentence
@@ -301,7 +301,7 @@ def test_a_damaged_side_file_stops_all_workers(tmp_path: Path) -> None:
     resumes = [(checkpoint(tmp_path / f"damaged{number}", 0, 5),) * 2 for number in range(3)]
     run(2, tmp_path / "other", 1, controller=Fixed(0.1))
     resumes.append((checkpoint(tmp_path / "a", 0, 5), checkpoint(tmp_path / "other", 0, 5)))
-    zero, one = run_in_processes(refused, 2, resumes, str(tmp_path / "b"), timeout=60)
+    zero, one = standing.run(refused, 2, resumes, str(tmp_path / "b"), timeout=60)
     assert zero[:3] == one[:3]
     assert all("Worker 1 has found another checkpoint at" in said for said in (zero[3], one[3]))
     for sentence, parts in zip(zero[:3], expected, strict=True):

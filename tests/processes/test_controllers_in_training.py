@@ -39,7 +39,7 @@ from lightning_gc.controllers import (
 from lightning_gc.lightning.for_pytorch_lightning import CompressedDDPStrategy, CompressionMonitor
 from tests.support.fitting import ddp, fit
 from tests.support.models import Books, own_batches
-from tests.support.processes import run_in_processes
+from tests.support.processes import standing
 
 pytestmark = pytest.mark.processes
 
@@ -129,7 +129,7 @@ def train(
 
 
 def both(*args: Any) -> dict[str, Any]:
-    first, second = run_in_processes(train, 2, *args)
+    first, second = standing.run(train, 2, *args)
     for what in ("digest", "levels of epochs", "controller"):
         assert first[what] == second[what]
     return first  # type: ignore[no-any-return]
@@ -287,7 +287,7 @@ def logged(worker: int, folder: str) -> None:
 
 def test_the_run_shows_why(tmp_path: Path) -> None:
     """Reason and table of levels as text, level spread and critical share as curves."""
-    run_in_processes(logged, 2, str(tmp_path))
+    standing.run(logged, 2, str(tmp_path))
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = events.Tags()
     expected = {"level", "level_min", "level_max", "critical_share", "uncompressed_share"}
@@ -309,15 +309,13 @@ def failing(worker: int, controller: Any) -> str:
 
 
 def test_a_controller_that_raises_stops_all_workers() -> None:
-    first, second = run_in_processes(failing, 2, Raises(), timeout=60)
+    first, second = standing.run(failing, 2, Raises(), timeout=60)
     assert first == second
     assert "a bug in a policy" in first
 
 
 def test_a_metric_that_is_never_logged() -> None:
-    first, _ = run_in_processes(
-        failing, 2, DynamicBitWidth(((0, 0.1),), monitor="val_acc"), timeout=60
-    )
+    first, _ = standing.run(failing, 2, DynamicBitWidth(((0, 0.1),), monitor="val_acc"), timeout=60)
     assert "'val_acc'" in first
     assert "logged were: " in first
     assert "val_loss" in first

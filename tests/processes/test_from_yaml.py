@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_gc import cli
-from tests.support.processes import run_in_processes
+from tests.support.processes import standing
 
 pytestmark = pytest.mark.processes
 
@@ -156,7 +156,7 @@ def fit(worker: int, folder: str) -> tuple[int, str]:
 def trained(folder: Path, strategy: Any, workers: int) -> list[str]:
     """Return what each worker has done."""
     write(folder, strategy, workers)
-    for code, errors in run_in_processes(fit, workers, str(folder)):
+    for code, errors in standing.run(fit, workers, str(folder)):
         assert code == cli.OK, errors
     return [(folder / f"rank{worker}.txt").read_text() for worker in range(workers)]
 
@@ -191,6 +191,6 @@ def test_what_is_not_a_default_is_refused(
 ) -> None:
     first = "gradients" if name == "CompressedFSDPStrategy" else "compressor"
     write(tmp_path, of_class(name, {first: "qsgd"} | arguments), 1)
-    ((code, errors),) = run_in_processes(fit, 1, str(tmp_path))
+    ((code, errors),) = standing.run(fit, 1, str(tmp_path))
     assert code != cli.OK
     assert said in errors

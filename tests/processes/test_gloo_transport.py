@@ -40,7 +40,7 @@ from lightning_gc.transports.base import all_reduce_bytes
 from lightning_gc.transports.distributed import broadcast_text, gather_text
 from lightning_gc.transports.p2p import PIECE
 from tests.support.instances import ALL, ALL_MEMORIES, ONE_EACH, schemes_for
-from tests.support.processes import run_in_processes
+from tests.support.processes import standing
 
 pytestmark = pytest.mark.processes
 
@@ -120,7 +120,7 @@ def test_gloo_equals_the_simulator_for_all(workers: int) -> None:
 def assert_equal(
     workers: int, combinations: Sequence[Combination], steps: int, timeout: float
 ) -> None:
-    measured = run_in_processes(real, workers, workers, combinations, steps, timeout=timeout)
+    measured = standing.run(real, workers, workers, combinations, steps, timeout=timeout)
     for index, (compressor, memory, scheme) in enumerate(combinations):
         lockstep = Lockstep(workers, compressor, memory, scheme)
         what = f"{compressor} {memory} {scheme}"
@@ -237,4 +237,4 @@ def requests(worker: int, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_every_kind_of_request(workers: int) -> None:
-    run_in_processes(requests, workers, workers)
+    standing.run(requests, workers, workers)

@@ -18,7 +18,7 @@ from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.controlled_workers import Listens
 from tests.support.fitting import quiet_trainer, unwarned
 from tests.support.models import GoesOn, Plain, common_batches, common_rows
-from tests.support.processes import run_in_processes
+from tests.support.processes import standing
 from tests.support.resuming import Crash, checkpoint, side_files
 from tests.support.simulation import fit_case, real, simulated
 
@@ -52,7 +52,7 @@ def run(
     }
     if kind == "simulated":
         return simulated(workers, case)
-    runs = [each[0] for each in run_in_processes(real, workers, workers, [case])]
+    runs = [each[0] for each in standing.run(real, workers, workers, [case])]
     of_all = {what: [each[what][0] for each in runs] for what in ("errors", "memory") if runs[0]}
     return runs[0] | of_all
 

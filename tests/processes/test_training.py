@@ -28,7 +28,7 @@ from lightning_gc import (
 from tests.support.accelerator import DEVICE, WORKERS, needs_two
 from tests.support.fitting import ddp, digest, fit, quiet_trainer
 from tests.support.models import Ahead, Books, Branches, Manual, Scheduled, Votes, own_batches
-from tests.support.processes import run_in_processes
+from tests.support.processes import standing
 
 pytestmark = pytest.mark.processes
 SYNCHRONISES_STATIC_MANUAL = pytest.mark.skipif(
@@ -69,7 +69,7 @@ def fit_one(
 
 
 def fit_in_two(compressor: Any = None, **settings: Any) -> list[dict[str, Any]]:
-    return run_in_processes(_fit, WORKERS, compressor, settings)  # type: ignore[no-any-return]
+    return standing.run(_fit, WORKERS, compressor, settings)  # type: ignore[no-any-return]
 
 
 def _fit(worker: int, compressor: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def disagree(worker: int) -> str:
 
 @needs_two
 def test_workers_that_disagree_are_refused_at_start() -> None:
-    first, second = run_in_processes(disagree, 2, timeout=60)
+    first, second = standing.run(disagree, 2, timeout=60)
     assert first == second
     assert "TopK(density=0.02," in first
     assert "worker 0 has" in first
@@ -276,13 +276,13 @@ def fit_twice(worker: int) -> tuple[int, bool, str]:
 
 
 def test_a_second_fit_of_the_same_trainer_keeps_the_errors() -> None:
-    results = run_in_processes(fit_twice, WORKERS)
+    results = standing.run(fit_twice, WORKERS)
     assert len(set(results)) == 1
     assert results[0][:2] == (10, True)
 
 
 def test_one_worker_takes_the_same_path() -> None:
-    (result,) = run_in_processes(fit_one, 1, 1, EVERYWHERE)
+    (result,) = standing.run(fit_one, 1, 1, EVERYWHERE)
     assert result["rounds"] == [STEPS]
     given = {name: total + 0 for name, total in result["local"].items()}
     for name, total in given.items():

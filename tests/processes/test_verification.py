@@ -24,7 +24,7 @@ from tests.support.fitting import ddp, digest, fit
 from tests.support.fsdp import fsdp
 from tests.support.hsdp import fit_sharded, hsdp
 from tests.support.models import Books, own_batches
-from tests.support.processes import run_in_processes
+from tests.support.processes import standing
 
 pytestmark = pytest.mark.processes
 TIMEOUT, SHORT = timedelta(seconds=60), timedelta(seconds=6)
@@ -106,7 +106,7 @@ def trained_alone(worker: int) -> tuple[str, str, int]:
 
 def test_means_that_differ_stop_all_workers() -> None:
     cases = [(compressor, 1, True) for compressor in METHODS] + [(GTopK(0.05), 0, True)]
-    found = run_in_processes(in_turn, 3, cases)
+    found = standing.run(in_turn, 3, cases)
     for (compressor, *_), ends in zip(cases, zip(*found, strict=True), strict=True):
         for error, _, _ in ends:
             assert f"ReplicaError in step {HIT}: " in error, (compressor, error)
@@ -115,13 +115,13 @@ def test_means_that_differ_stop_all_workers() -> None:
 
 
 def test_what_differed_between_two_comparisons_shows_in_the_weights() -> None:
-    for ((error, _, _),) in run_in_processes(in_turn, 3, [(TopK(0.05), 3, True)]):
+    for ((error, _, _),) in standing.run(in_turn, 3, [(TopK(0.05), 3, True)]):
         assert f"ReplicaError in step {HIT + 1}: " in error, error
         assert f"the weights before step {HIT + 1}: worker 1 differs from the other 2" in error
 
 
 def test_without_verification_nobody_notices() -> None:
-    ends = run_in_processes(trained_alone, 3)
+    ends = standing.run(trained_alone, 3)
     assert [error for error, _, _ in ends] == ["", "", ""]
     assert ends[0][1] == ends[2][1] != ends[1][1]
 
@@ -132,7 +132,7 @@ def test_without_verification_nobody_notices() -> None:
     ids=repr,
 )
 def test_damaged_messages_are_named_with_their_sender(compressor: Compressor) -> None:
-    errors = [end[0][0] for end in run_in_processes(in_turn, 3, [(compressor, "payload", True)])]
+    errors = [end[0][0] for end in standing.run(in_turn, 3, [(compressor, "payload", True)])]
     assert errors[1].startswith(f"MessageError in step {HIT}: The message of worker 0")
     assert all(error.startswith("PeerError") for error in (errors[0], errors[2]))
 
@@ -141,7 +141,7 @@ def test_damaged_messages_are_named_with_their_sender(compressor: Compressor) ->
 def test_verified_or_not_the_weights_are_the_same() -> None:
     """Bit for bit; a sum of two does not depend on their order."""
     cases = [(compressor, v, False) for compressor in METHODS for v in (0, 1, 2, "payload")]
-    found = run_in_processes(in_turn, 2, cases)
+    found = standing.run(in_turn, 2, cases)
     for start in range(0, len(cases), 4):
         mine = [ends for worker in found for ends in worker[start : start + 4]]
         assert {error for error, _, _ in mine} == {""}
@@ -182,14 +182,14 @@ def in_shards(worker: int, verify: Any) -> str:
     ("verify", "step", "what"), [(1, HIT, "the mean gradient"), (3, HIT + 1, "the weights before")]
 )
 def test_replicas_of_shards_that_differ_stop(verify: int, step: int, what: str) -> None:
-    for error in run_in_processes(in_shards, 2, verify):
+    for error in standing.run(in_shards, 2, verify):
         assert f"ReplicaError in step {step}: " in error, error
         assert what in error, error
         assert "no majority agrees: 0 | 1" in error, error
 
 
 def test_damaged_messages_between_shards_are_named() -> None:
-    errors = run_in_processes(in_shards, 2, "payload")
+    errors = standing.run(in_shards, 2, "payload")
     assert errors[1].startswith(f"MessageError in step {HIT}: The message of worker 0"), errors
     assert errors[0].startswith("PeerError"), errors
 
@@ -210,14 +210,14 @@ def fitted_in_shards(rank: int, leg: Literal["replicas", "scatters", "gathers"])
 
 
 def test_lightnings_replicas_of_shards_are_compared() -> None:
-    for error in run_in_processes(fitted_in_shards, 2, "replicas"):
+    for error in standing.run(fitted_in_shards, 2, "replicas"):
         assert error.startswith("ReplicaError: Workers hold different bits of the mean"), error
         assert "no majority agrees: 0 | 1" in error
 
 
 @pytest.mark.parametrize("leg", ["scatters", pytest.param("gathers", marks=pytest.mark.nightly)])
 def test_damaged_messages_of_fsdp_are_named(leg: str) -> None:
-    errors = run_in_processes(fitted_in_shards, 2, leg)
+    errors = standing.run(fitted_in_shards, 2, leg)
     assert errors[1].startswith("MessageError: The message of worker 0"), errors
     assert errors[0].startswith("PeerError"), errors
 
@@ -239,7 +239,7 @@ def fitted(worker: int, verify: Any) -> tuple[str, str]:
 
 
 def test_lightning_stops_before_the_optimizers_step() -> None:
-    errors, weights = zip(*run_in_processes(fitted, 2, 1), strict=True)
+    errors, weights = zip(*standing.run(fitted, 2, 1), strict=True)
     assert all("no majority agrees: 0 | 1" in error for error in errors)
     assert len(set(weights)) == 1
 
@@ -254,7 +254,7 @@ def ahead(worker: int) -> tuple[str, str]:
 
 
 def test_weights_that_are_moved_ahead_are_compared_where_they_were() -> None:
-    _, weights = zip(*run_in_processes(ahead, 2), strict=True)
+    _, weights = zip(*standing.run(ahead, 2), strict=True)
     assert len(set(weights)) == 1
 
 

@@ -1,5 +1,6 @@
 """What the fork server imports once for all worker processes."""
 
+import atexit
 import gc
 import pkgutil
 
@@ -31,3 +32,4 @@ torch.set_num_threads(_threads)
 # A worker's collector would look through all that is imported, and copy the pages that it touches.
 gc.collect()
 gc.freeze()
+atexit.register(gc.unfreeze)  # else nanobind tells of leaks

@@ -48,12 +48,7 @@ def run_in_processes(
     results = []
     try:
         for worker, pipe in enumerate(pipes[:wait_for]):
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"worker {worker} has not finished after {timeout} s")
-            succeeded, value = pipe.recv()
-            if not succeeded:
-                raise RuntimeError(f"worker {worker} failed:\n{value}")
-            results.append(value)
+            results.append(_result(pipe, worker, deadline, timeout))
         for process in processes[:wait_for]:
             process.join(max(0.1, deadline - time.monotonic()))
     finally:
@@ -62,6 +57,60 @@ def run_in_processes(
             process.join()
         held.close()
     return results
+
+
+class Standing:
+    """Processes that run one function after the other, for files with many short runs.
+
+    Each function finds the variables, random numbers and filters that a new process has.
+    Modules stay changed, so a function that changes one needs ``run_in_processes``.
+    """
+
+    def __init__(self) -> None:
+        self._staff: list[tuple[Any, Any]] = []  # pipe, process
+
+    def run(
+        self, function: Callable[..., Any], workers: int, *args: Any, timeout: float = TIMEOUT
+    ) -> list[Any]:
+        """Do as ``run_in_processes``; after an error all processes are new."""
+        while len(self._staff) < workers:
+            ours, theirs = preloaded().Pipe()
+            process = preloaded().Process(target=_stand, args=(theirs,))
+            process.start()
+            theirs.close()
+            self._staff.append((ours, process))
+        deadline = time.monotonic() + timeout
+        try:
+            with contextlib.closing(hold_port()) as held:
+                port = held.getsockname()[1]
+                pipes = [pipe for pipe, _ in self._staff[:workers]]
+                for worker, pipe in enumerate(pipes):
+                    pipe.send((os.getcwd(), function, worker, workers, port, args))
+                return [_result(pipe, n, deadline, timeout) for n, pipe in enumerate(pipes)]
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all."""
+        for pipe, process in self._staff:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._staff = []
+
+
+standing = Standing()
+"""Of the file whose tests run; ``conftest.py`` closes it after the last one."""
+
+
+def _result(pipe: Any, worker: int, deadline: float, timeout: float) -> Any:
+    if not pipe.poll(max(0.0, deadline - time.monotonic())):
+        raise TimeoutError(f"worker {worker} has not finished after {timeout} s")
+    succeeded, value = pipe.recv()
+    if not succeeded:
+        raise RuntimeError(f"worker {worker} failed:\n{value}")
+    return value
 
 
 def said(act: Any, *args: Any, **options: Any) -> str:
@@ -123,7 +172,34 @@ def without_others() -> None:
 _PLACE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
 
 
-def _run(pipe: Any, function: Any, worker: int, workers: int, port: int, args: Any) -> None:
+def _run(pipe: Any, *call: Any) -> None:
+    pipe.send(_outcome(*call))
+
+
+def _stand(pipe: Any) -> None:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    variables = dict(os.environ)
+    drawn = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            folder, *call = pipe.recv()
+            os.chdir(folder)
+            with warnings.catch_warnings():
+                outcome = _outcome(*call)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            os.environ.clear()
+            os.environ.update(variables)
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
+            torch.set_rng_state(drawn[2])
+            pipe.send(outcome)
+
+
+def _outcome(function: Any, worker: int, workers: int, port: int, args: Any) -> tuple[bool, Any]:
     from tests.support.accelerator import local_rank
 
     of_node, node = local_rank(worker)
@@ -142,9 +218,9 @@ def _run(pipe: Any, function: Any, worker: int, workers: int, port: int, args: A
     warnings.filterwarnings("error", message=".*torch.distributed.*")
     torch.set_num_threads(1)
     try:
-        pipe.send((True, function(worker, *args)))
+        return True, function(worker, *args)
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        return False, traceback.format_exc()
 
 
 @contextlib.contextmanager

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gc.compressors.sparsifiers import sparse_codec, topk_selection
-from lightning_gc.core import Bucket, payload_validation
+from lightning_gc.core import payload_validation
 from lightning_gc.core.elias_fano import coded_bytes, decode, encode, most_bytes
-from lightning_gc.core.segments import Pending, Segments, Workspace, pieces_of
+from lightning_gc.core.segments import pieces_of
 from lightning_gc.kernels import permutation
 from lightning_gc.kernels.segments import table_of
 
@@ -129,18 +129,3 @@ def test_tables_of_kernels_name_places_above_int32() -> None:
     signs = pytest.importorskip("lightning_gc.kernels.host.signs")
     fields = signs.Table([("w", 0, 0, LARGE)], "magnitude", device).fields
     assert fields == [(torch.uint8, -(-LARGE // 8)), (torch.float32, 1)]
-
-
-def test_a_mean_is_booked_above_int32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an owner's shard of a bucket that is too large for int32, the second rounding's loss."""
-    casts = pytest.importorskip("lightning_gc.kernels.host.casts")
-    segments, grad = Segments([(0, 8)], torch.device("cpu")), torch.zeros(8)
-    shards, tables = casts.Shards(segments, 8, 2), []
-    shards._rows[0] = shards._rows[0] + [LARGE, LARGE, 0, 0]
-    monkeypatch.setattr(
-        casts, "book", lambda buffer, mean, times, table, pending: tables.append(table)
-    )
-    work = Pending(segments, torch.ones(1), torch.zeros(1), Workspace(segments), grad=grad)
-    bucket = Bucket(grad, {"w": (8,)}, workers=2, pending=work)
-    shards.again([(torch.zeros(4, dtype=torch.bfloat16),)] * 2, grad.clone(), bucket)
-    assert tables[0].tolist() == [[0], [LARGE], [LARGE + 4], [0]]

@@ -5,27 +5,20 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, Contraction, Knob, Traits, Variance
-from lightning_gc.compressors.joint import CodecScheme, JointCodec, WholeCodec, joint_of
+from lightning_gc.compressors.joint import JointTable, WholeCodec
 from lightning_gc.core import Bucket, Choice, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.blocks import BlockCode
-from lightning_gc.kernels.dispatch import compiled, fused
 from lightning_gc.kernels.quantise import dequantise, in_blocks, largest, pieces, quantise
-
-if TYPE_CHECKING:
-    from lightning_gc.kernels.gpu.blocks import Table as BlockTable
-    from lightning_gc.kernels.gpu.levels import Table
-    from lightning_gc.kernels.host.blocks import Table as HostBlocks
-    from lightning_gc.kernels.host.levels import Table as HostTable
 
 BLOCK_SIZES = Choice("block_size", (64, 256, 1024, 4096))
 """Block sizes worth trying, of any quantiser."""
@@ -120,62 +113,22 @@ class BlockwiseCodes(Codec):
         return min(self.block_size, max(1, numel))
 
 
-class JointBlocks(JointCodec):
+class JointBlocks(JointTable):
     """Encode parts of a bucket by ``BlockwiseCodes``, in kernels of whole buckets.
 
     On a GPU the kernels take blocks whose size is a power of two from 8 to 4,096. On the host torch
     encodes by a book, which takes less time.
     """
 
-    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return joint_of(bucket, scheme) != "no" and self.kernels(buffer) is not None
+    family = "blocks"
+
+    @functools.cached_property
+    def settings(self) -> tuple[Any, ...]:
+        return (self.codec.in_kernels,)
 
     @property
     def in_rows(self) -> bool:
         return len(self.codec.numbers) > 1
-
-    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        on_host = compiled(buffer, "blocks") and self.codec.in_kernels.kind != "book"
-        if on_host and self.kernels(buffer) is None:
-            return self._host_table.encode(buffer)
-        return super().encode(buffer, bucket)
-
-    def receive_all(
-        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
-    ) -> None:
-        if compiled(out, "blocks") and self.kernels(out) is None:
-            self.check(payloads, bucket, averaged=averaged)
-            self._host_table.add(payloads, out, 1 / len(payloads), fresh=True)
-        else:
-            super().receive_all(payloads, out, bucket, averaged=averaged)
-
-    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        if compiled(out, "blocks"):
-            self._host_table.add([payload], out, scale, fresh=False)
-        else:
-            super().decode(payload, out, scale, bucket)
-
-    def kernels(self, flat: Tensor, shards: int = 1) -> BlockTable | None:
-        if not fused(flat, "blocks"):
-            return None
-        from lightning_gc.kernels.gpu import blocks
-
-        return self._table(flat.device, shards) if blocks.takes(self.codec.in_kernels) else None
-
-    @functools.cached_property
-    def _host_table(self) -> HostBlocks:
-        from lightning_gc.kernels.host import blocks
-
-        spans = [(part.start, part.stop) for part in self.parts]
-        return blocks.Table(spans, self.codec.in_kernels)
-
-    @functools.cached_property
-    def _table(self) -> Callable[[torch.device, int], BlockTable]:
-        from lightning_gc.kernels.gpu import blocks
-
-        parts = [(part.name, part.place, part.start, part.stop) for part in self.parts]
-        code = self.codec.in_kernels
-        return functools.cache(lambda device, shards: blocks.Table(parts, code, device, shards))
 
 
 def check_block_size(name: str, block_size: int) -> None:
@@ -278,66 +231,19 @@ class BlockwiseLevels(Codec):
         return Contraction(max(0.0, 1 - (math.sqrt(share) + _ROUNDING) ** 2))
 
 
-class JointLevels(JointCodec):
+class JointLevels(JointTable):
     """Encode parts of a bucket by ``BlockwiseLevels``, in kernels of whole buckets.
 
     The norm ``"l2"`` is left to torch: its last bit depends on the order of a sum.
     """
 
-    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        joint = joint_of(bucket, scheme)
-        if joint == "parts" and self._compiled(buffer):
-            return True
-        return joint != "no" and self._in_kernels(buffer)
-
-    def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
-        if not self._compiled(buffer) or self._in_kernels(buffer):
-            return super().encode(buffer, bucket)
-        seeds = None
-        if self.codec.rounding == "stochastic":
-            names = (part.name for part in self.parts)
-            seeds = [bucket.generator_seed(shared=False, name=name) for name in names]
-        return self._host_table.encode(buffer, seeds, bucket.pending)
-
-    def receive_all(
-        self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
-    ) -> None:
-        if self._compiled(out) and not self._in_kernels(out):
-            self.check(payloads, bucket, averaged=averaged)
-            if self._host_table.add(payloads, out, 1 / len(payloads), bucket.pending, fresh=True):
-                return
-        # The reference says which worker has sent a code that no encoder makes.
-        super().receive_all(payloads, out, bucket, averaged=averaged)
-
-    def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        if not self._compiled(out) or not self._host_table.add([payload], out, scale, fresh=False):
-            super().decode(payload, out, scale, bucket)
-
-    def kernels(self, flat: Tensor, shards: int = 1) -> Table | None:
-        return self._table(flat.device, shards) if self._in_kernels(flat) else None
-
-    def _in_kernels(self, flat: Tensor) -> bool:
-        return self.codec.norm == "max" and fused(flat, "levels")
-
-    def _compiled(self, flat: Tensor) -> bool:
-        return self.codec.norm == "max" and self.codec.bits <= 8 and compiled(flat, "levels")
+    family = "levels"
 
     @functools.cached_property
-    def _host_table(self) -> HostTable:
-        from lightning_gc.kernels.host import levels
-
-        parts = [(part.start, part.stop, part.place) for part in self.parts]
-        return levels.Table(parts, self.codec.bits, self.codec.block_size)
-
-    @functools.cached_property
-    def _table(self) -> Callable[[torch.device, int], Table]:
-        from lightning_gc.kernels.gpu import levels
-
-        parts = [(part.name, part.place, part.start, part.stop) for part in self.parts]
-        settings = self.codec.bits, self.codec.block_size, self.codec.rounding == "nearest"
-        return functools.cache(
-            lambda device, shards: levels.Table(parts, *settings, device, shards)
-        )
+    def settings(self) -> tuple[Any, ...] | None:
+        codec = self.codec
+        found = codec.bits, codec.block_size, codec.rounding == "nearest"
+        return found if codec.norm == "max" else None
 
 
 class LookupTable:

@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, Contraction, Traits
-from lightning_gc.compressors.joint import (
-    CodecScheme,
-    JointCodec,
-    Part,
-    Shards,
-    WholeCodec,
-    joint_of,
-)
+from lightning_gc.compressors.joint import CodecScheme, WholeCodec, absorbed
 from lightning_gc.core import Bucket, Choice, Field, Payload, Wire
 from lightning_gc.core.refusal import refuse
-from lightning_gc.kernels.dispatch import compiled, family, fused
-from lightning_gc.kernels.quantise import add_bfloat16, round_to_bfloat16
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -68,14 +59,15 @@ class Cast(Codec):
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if self.dtype == "bfloat16":
-            return (round_to_bfloat16(buffer),)
-        largest = torch.finfo(torch.float16).max
-        values = buffer.clamp(-largest, largest).to(torch.float16)
+            values = buffer.to(torch.bfloat16)
+        else:
+            largest = torch.finfo(torch.float16).max
+            values = buffer.clamp(-largest, largest).to(torch.float16)
         buffer.sub_(values)
         return (values,)
 
     def decode(self, payload: Payload, out: Tensor, scale: float, bucket: Bucket) -> None:
-        add_bfloat16(out, payload[0], scale)
+        out.add_(payload[0], alpha=scale)
 
     def bound(self, numel: int) -> Contraction:
         """Return δ = 1 − 2⁻¹⁶ for bfloat16; 0 for float16, which may round all to zero."""
@@ -90,29 +82,17 @@ class Cast(Codec):
 
 
 class _WholeCast(WholeCodec):
-    """Casts a bucket for the engine. Its parameters do not matter: elements are independent."""
+    """Casts a bucket on a GPU. Its parameters do not matter: elements are independent."""
 
     def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        joint = joint_of(bucket, scheme)
-        if joint == "parts" and fused(buffer, "casts"):
-            return True
-        return joint != "no" and self.codec.dtype == "bfloat16" and compiled(buffer, "casts")
-
-    def in_shards(self, bucket: Bucket, buffer: Tensor) -> Shards | None:
-        if bucket.pending is None:
-            return None
-        from lightning_gc.kernels.host import casts
-
-        part = Part(self.codec, "shard", 0, -(-bucket.numel // bucket.workers), 0)
-        table = casts.shards(bucket.pending.segments, bucket.numel, bucket.workers)
-        return Shards(JointCodec(self.codec, (part,)), bucket.numel, table, bucket, buffer)
+        return absorbed(bucket, buffer, scheme, "casts")
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         if bucket.pending is None:
             return super().encode(buffer, bucket)
-        kernels, dtype = family("casts", buffer), _TYPES[self.codec.dtype]
-        payload: Payload = kernels.encode(buffer, dtype, bucket.pending)
-        return payload
+        from lightning_gc.kernels.gpu import casts
+
+        return casts.encode(buffer, _TYPES[self.codec.dtype], bucket.pending)
 
     def receive_all(
         self, payloads: Sequence[Payload], out: Tensor, bucket: Bucket, *, averaged: bool = False
@@ -120,6 +100,7 @@ class _WholeCast(WholeCodec):
         if bucket.pending is None:
             super().receive_all(payloads, out, bucket, averaged=averaged)
             return
+        from lightning_gc.kernels.gpu import casts
+
         self.check(payloads, bucket, averaged=averaged)
-        values = [payload[0] for payload in payloads]
-        family("casts", out).average(values, out, bucket.pending)
+        casts.average([payload[0] for payload in payloads], out, bucket.pending)

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Codec
-from lightning_gc.compressors.joint import (
-    CodecScheme,
-    JointCodec,
-    ShardKernels,
-    WholeCodec,
-    joint_of,
-)
+from lightning_gc.compressors.joint import JointTable, WholeCodec
 from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.core import Bucket, Field, Payload, Wire, elias_fano, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.kernels import signs
 from lightning_gc.kernels.accumulate import accumulate
-from lightning_gc.kernels.dispatch import compiled, family, fused
+from lightning_gc.kernels.dispatch import compiled
 
 
 class TwoLevels(Codec):
@@ -42,11 +35,14 @@ class TwoLevels(Codec):
         return WholeCodec(self, kind=self, joint=JointSigns)
 
 
-class JointSigns(JointCodec):
+class JointSigns(JointTable):
     """Encode and decode all parts of a bucket at once, in kernels where there are some."""
 
-    def absorbs(self, bucket: Bucket, buffer: Tensor, scheme: CodecScheme | None) -> bool:
-        return joint_of(bucket, scheme) != "no" and fused(buffer, "signs")
+    family = "signs"
+
+    @functools.cached_property
+    def settings(self) -> tuple[Any, ...]:
+        return (self.codec.levels,)
 
     @property
     def in_rows(self) -> bool:
@@ -57,24 +53,9 @@ class JointSigns(JointCodec):
     ) -> None:
         super().receive_all(payloads, out, bucket, averaged=averaged)
         whole = bucket.name_of("") == ""  # votes on a shard are encoded again, as they are
-        if whole and self.codec.levels == "votes" and self.kernels(out) is None:
+        if whole and self.codec.levels == "votes" and self.table(out) is None:
             for part in self.parts:
                 decide(out[part.start : part.stop], len(payloads))
-
-    def kernels(self, flat: Tensor, shards: int = 1) -> ShardKernels | None:
-        if fused(flat, "signs") or compiled(flat, "signs"):
-            return self._made(family("signs", flat), flat.device, shards)
-        return None
-
-    @functools.cached_property
-    def _made(self) -> Callable[[ModuleType, torch.device, int], ShardKernels]:
-        parts = [(part.name, part.place, part.start, part.stop) for part in self.parts]
-
-        def made(module: ModuleType, device: torch.device, shards: int) -> ShardKernels:
-            kernels: ShardKernels = module.Table(parts, self.codec.levels, device, shards)
-            return kernels
-
-        return functools.cache(made)
 
 
 def decide(out: Tensor, workers: int) -> None:

@@ -135,7 +135,6 @@ class _Joint(NamedTuple):
     codec: JointCodec | JointCollective  # of all parts
     cut: bool  # into shards
     rows: Rows | None  # of shards, if the codec says so
-    in_row: JointCodec | None
 
     def flows(
         self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None
@@ -145,9 +144,9 @@ class _Joint(NamedTuple):
             return [codec.flow(*given)]
         if codec.in_shards(bucket, buffer) is not None:
             return [codec.flow(*given)]
-        if self.rows is None or self.in_row is None:
+        if self.rows is None:
             return [_alone(part, *given) for part in self.parts]
-        return [flow_in_rows(self.in_row, self.rows, *given)]
+        return [self.rows.flow(*given)]
 
     def takes_along(self, bucket: Bucket, scheme: CodecScheme | None, nbytes: int) -> bool:
         """Return whether uncompressed parameters of ``nbytes`` travel in the first message.
@@ -198,7 +197,7 @@ def _plan(
     joints = list[_Joint]()
     for batched, group in batches.items():
         several, theirs = zip(*group, strict=True)
-        joints.append(_Joint(several, batched.join(several, theirs), False, None, None))
+        joints.append(_Joint(several, batched.join(several, theirs), False, None))
     whole = Uncompressed(tuple(dense))
     if joint == "no":
         return _Plan(parts, joints, whole)
@@ -208,11 +207,9 @@ def _plan(
         alike.setdefault(kind, []).append(part)
     alone = alike.pop(None, [])
     for some in alike.values():
-        codec, rows, row = joined(tuple(some)), None, None
-        if joint == "shards" and len(some) > 1 and codec.in_rows:
-            rows = Rows(tuple(some), workers)
-            row = joined(rows.in_row)
-        joints.append(_Joint(some, codec, joint == "shards", rows, row))
+        codec, cut = joined(tuple(some)), joint == "shards"
+        rows = Rows(tuple(some), workers) if cut and len(some) > 1 and codec.in_rows else None
+        joints.append(_Joint(some, codec, cut, rows))
     return _Plan(alone, joints, whole)
 
 
@@ -403,6 +400,21 @@ class Rows:
         """The parts with ``start`` and ``stop`` of their shards in a row."""
         return in_row(self.parts, self.workers)
 
+    @functools.cached_property
+    def codec(self) -> JointCodec:
+        """The codec of one row."""
+        return joined(self.in_row)
+
+    def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
+        """Exchange the parts of ``buffer`` in rows, under the contract of ``Compressor.flow``."""
+        own = self.of(buffer)
+        mean = torch.empty_like(own)
+        cut = _RowsBucket(**_fields_of(bucket), rows=self)
+        yield from self.codec.flow(cut, own.view(-1), mean.view(-1), scheme)
+        self.put_back(own, buffer)
+        if bucket.wanted:
+            self.put_back(mean, out)
+
     def of(self, flat: Tensor) -> Tensor:
         """Return a copy of the parts of ``flat``, ``(numel,)``, as rows, ``(W, size)``."""
         rows = flat.new_zeros(self.workers, self.in_row[-1].stop)
@@ -438,27 +450,6 @@ class Rows:
             start = min(part.start + index * size, part.stop)
             found[part.name] = flat[start : min(start + size, part.stop)]
         return found
-
-
-def flow_in_rows(
-    codec: JointCodec,
-    rows: Rows,
-    bucket: Bucket,
-    buffer: Tensor,
-    out: Tensor,
-    scheme: CodecScheme | None,
-) -> Flow:
-    """Exchange the parts of ``buffer`` in rows; ``codec`` encodes one row.
-
-    The contract is ``Compressor.flow``'s.
-    """
-    own = rows.of(buffer)
-    mean = torch.empty_like(own)
-    cut = _RowsBucket(**_fields_of(bucket), rows=rows)
-    yield from codec.flow(cut, own.view(-1), mean.view(-1), scheme)
-    rows.put_back(own, buffer)
-    if bucket.wanted:
-        rows.put_back(mean, out)
 
 
 @dataclass(frozen=True)

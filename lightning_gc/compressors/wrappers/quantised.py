@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,10 +54,7 @@ from lightning_gc.core import (
     payload_validation,
 )
 from lightning_gc.core.refusal import refuse
-
-if TYPE_CHECKING:
-    from lightning_gc.kernels.gpu.blocks import Table as BlockTable
-    from lightning_gc.kernels.sparse import Selection
+from lightning_gc.kernels.sparse import Selection
 
 _STEP = 16  # positions; that many more always take at least one byte more
 
@@ -265,7 +262,8 @@ class JointQuantised(JointCodec):
         kernels = self._in_kernels(buffer)
         if kernels is not None:
             selection, table = kernels
-            return table.encode_chosen(buffer, selection, bucket.pending)
+            sent: Payload = table.encode_chosen(buffer, selection, bucket.pending)
+            return sent
         chosen = self.selection.choose(buffer, bucket)  # (k,)
         values, coded = sparse_codec.take(buffer, chosen)
         payload = self.quantiser.encode(values, self._values(bucket, values))
@@ -289,13 +287,13 @@ class JointQuantised(JointCodec):
         selection, table = kernels
         table.average_chosen(payloads, out, selection, bucket.pending)
 
-    def _in_kernels(self, flat: Tensor) -> tuple[Selection, BlockTable] | None:
+    def _in_kernels(self, flat: Tensor) -> tuple[Selection, Any] | None:
         """Return what kernels of a GPU read; None if they do not take the codecs or ``flat``."""
         inner = self.quantiser
         if not isinstance(self.selection, TableSelection) or not isinstance(inner, JointBlocks):
             return None
-        table = inner.kernels(flat)
-        return None if table is None else (self.selection.selection, table)
+        kind, table = inner.kernels(flat), inner.table(flat)
+        return (self.selection.selection, table) if kind is not None and kind.chooses else None
 
     def _values(self, bucket: Bucket, values: Tensor) -> Bucket:
         """Return a bucket of the chosen values of all parts."""

@@ -21,9 +21,9 @@ from lightning_gc.core.message import Packed, reserve
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.blocks import RANGE, BlockCode, Book
 from lightning_gc.kernels.gpu import sparse
-from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
+from lightning_gc.kernels.gpu.launch import end_message, kernel, launch, magnitude_bits
 from lightning_gc.kernels.gpu.levels import load_codes, store_codes
-from lightning_gc.kernels.gpu.segments import compensated, flags_of, sample
+from lightning_gc.kernels.gpu.segments import compensated, flags_of, left_of, sample
 from lightning_gc.kernels.gpu.shards import (
     BLOCKS,
     CODES,
@@ -207,17 +207,12 @@ def round_blocks(
     else:
         code, value = code_by_book(x, there, mine, real, book, top, sign, STEPS)
     if KEEP:
-        left = x - value
-        if GUARDED:
-            sound = is_finite(left) | (cell(parts, number, part, SHARD) == own)
-            left = tl.where(sound, left, 0.0)
+        left = left_of(x, value, whole, idle, cell(parts, number, part, SHARD) == own, GUARDED)
         if CHOSEN:
             place = tl.load(positions + start + at, mask=there, other=0)
             kept = tl.where(idle, 0, tl.where(there, 1, 0)) == 1
             tl.store(target + place, left, mask=kept)
         else:
-            if ADD:
-                left = tl.where(idle, tl.where(is_finite(whole), whole, 0.0), left)
             tl.store(buffer + start + at, left, mask=at < present)
     groups = local // 8 + tl.arange(0, TILE // 8)
     lanes = groups[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -290,20 +285,21 @@ def average_blocks(
     tl.store(out + here, total, mask=at < present)
 
 
-def takes(code: BlockCode) -> bool:
-    """Return whether the kernels take blocks of this size."""
-    size = code.block_size
-    return LEAST <= size <= MOST and not size & (size - 1)
-
-
 class Table(ShardTable):
     """Encodes and decodes parts of a bucket, W shards of each, or its chosen elements.
 
     Args:
         parts, shards: as for ``kernels.shards.Layout``.
-        code: which ``takes`` accepts.
+        code: of blocks whose size is a power of two from 8 to 4,096.
         device: of the bucket.
     """
+
+    chooses = True
+
+    @classmethod
+    def takes(cls, code: BlockCode) -> bool:
+        size = code.block_size
+        return LEAST <= size <= MOST and not size & (size - 1)
 
     def __init__(
         self,
@@ -363,7 +359,7 @@ class Table(ShardTable):
     ) -> None:
         """Write the mean of all workers' payloads of ``encode_chosen`` to ``out``."""
         values = out.new_empty(len(payloads), self.layout.numel)
-        self._average(payloads, values, [], rows=len(payloads))
+        self.average(payloads, values, None, rows=len(payloads))
         sent = [(mine, payload[-1]) for mine, payload in zip(values, payloads, strict=True)]
         sparse.average(sent, None, out, selection, pending)
 
@@ -395,14 +391,14 @@ class Table(ShardTable):
             **self._constants,
         )
 
-    def _average(
+    def average(
         self,
         payloads: Sequence[Payload],
         out: Tensor,
-        flags: Sequence[Tensor],
+        pending: Pending | None,
         mine: int | None = None,
         rows: int = 1,
-    ) -> None:
+    ) -> bool:
         """Write a mean; or to so many rows of ``out`` each payload's values."""
         (tiles,), *table = self._tiles.table(mine)
         *read, workers, _ = arrivals(self, payloads, mine)
@@ -410,11 +406,12 @@ class Table(ShardTable):
         launch(
             average_blocks,
             (tiles, rows),
-            *(*read, workers, 1 / workers, out, *flags_of(flags, out), *table),
+            *(*read, workers, 1 / workers, out, *flags_of(pending, out), *table),
             *(self.layout.numel, self.layout.blocks, self._book),
             MEAN=mine is not None,
             **self._constants,
         )
+        return True
 
 
 def _on_device(book: Book | None, device: torch.device) -> tuple[Tensor, float, int, int]:

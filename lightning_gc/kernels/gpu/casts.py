@@ -11,8 +11,16 @@ from torch import Tensor
 
 from lightning_gc.core.message import Packed, evenly
 from lightning_gc.core.segments import Pending
-from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import ROW, arrived, compensated, flags_of, given, sample
+from lightning_gc.kernels.gpu.launch import end_message, kernel, launch, magnitude_bits
+from lightning_gc.kernels.gpu.segments import (
+    ROW,
+    arrived,
+    compensated,
+    flags_of,
+    given,
+    left_of,
+    sample,
+)
 
 
 @triton.jit
@@ -73,8 +81,8 @@ def round_pieces(
             half = tl.where(idle, tl.zeros([ROW], tl.int16), half)
         tl.store(halves + here, half, mask=inside)
         if ADD:
-            left = x - from_half(half, BFLOAT)
-            tl.store(buffer + here, tl.where(is_finite(left), left, 0.0), mask=inside)
+            left = left_of(x, from_half(half, BFLOAT), x, idle, piece < 0, ADD)
+            tl.store(buffer + here, left, mask=inside)
         at += ROW
 
 
@@ -137,7 +145,7 @@ def average(payloads: Sequence[Tensor], out: Tensor, pending: Pending) -> None:
         average_pieces,
         (pieces.shape[1],),
         *(values.view(torch.int16), apart, len(payloads), 1 / len(payloads), out),
-        *(*flags_of(pending.flags, out), pending.segments.starts),
+        *(*flags_of(pending, out), pending.segments.starts),
         *(pieces, pieces.shape[1]),
         BFLOAT=values.dtype == torch.bfloat16,
         ROW=ROW,

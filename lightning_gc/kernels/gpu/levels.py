@@ -1,7 +1,8 @@
-"""Triton kernels that round to levels of a block's norm: of one tensor, and of a whole bucket."""
+"""Triton kernels that round parts of a bucket to levels of a block's norm."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.core.bit_packing import packed_bytes, unpack
+from lightning_gc.core.bit_packing import unpack
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
-from lightning_gc.core.message import Packed
-from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import compensated, flags_of, sample
+from lightning_gc.core.message import Packed, reserve
+from lightning_gc.core.segments import Pending
+from lightning_gc.kernels.gpu.launch import end_message, kernel, launch, magnitude_bits
+from lightning_gc.kernels.gpu.segments import compensated, flags_of, left_of, sample
 from lightning_gc.kernels.gpu.shards import (
     BLOCKS,
     CODES,
@@ -30,12 +32,10 @@ from lightning_gc.kernels.gpu.shards import (
     target,
     tile_of,
 )
-from lightning_gc.kernels.shards import Layout, ShardTable
+from lightning_gc.kernels.quantise import LevelTable
 
-GROUPS = 128
-"""Groups of eight codes that one program of ``quantise`` or ``dequantise`` converts."""
 TILE = 2048
-"""Elements of a parameter that one program of a bucket's kernels converts."""
+"""Elements of a part that one program converts."""
 
 
 @triton.jit
@@ -130,92 +130,6 @@ def load_values(packed, norm, groups, at, numel, BITS: tl.constexpr):
     return tl.where(code > 2 * steps, float("nan"), value)
 
 
-@kernel("buffer", "numel")
-def round_and_pack(
-    buffer,
-    norms,
-    noise,
-    packed,
-    seed,
-    numel,
-    block_size,
-    DRAW: tl.constexpr,
-    NEAREST: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Round and pack ``8 · GROUPS`` elements."""
-    groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
-    inside = at < numel
-    x = tl.load(buffer + at, mask=inside, other=0.0)
-    norm = tl.load(norms + at // block_size, mask=inside, other=0.0)
-    if NEAREST:
-        u = tl.full([GROUPS, 8], 0.5, tl.float32)
-    elif DRAW:
-        u = uniforms(seed, 0, groups, GROUPS)
-    else:
-        u = tl.load(noise + at, mask=inside, other=0.0)
-    level = level_of(x, norm, u, BITS)
-    tl.store(buffer + at, x - value_of(level, norm, BITS), mask=inside)
-    store_codes(packed, code_of(level, BITS), groups, at, numel, BITS)
-
-
-def quantise(
-    buffer: Tensor,
-    norms: Tensor,
-    block_size: int,
-    bits: int,
-    noise: Tensor | torch.Generator | None,
-) -> Tensor:
-    """Return the packed codes; see ``kernels.quantise``."""
-    numel = buffer.numel()
-    packed = torch.empty(packed_bytes(numel, bits), dtype=torch.uint8, device=buffer.device)
-    draw = isinstance(noise, torch.Generator)
-    seed = noise.initial_seed() if isinstance(noise, torch.Generator) else 0
-    numbers = noise if isinstance(noise, Tensor) else buffer  # unused
-    launch(
-        round_and_pack,
-        (triton.cdiv(numel, 8 * GROUPS),),
-        *(buffer, norms, numbers, packed, seed, numel, block_size),
-        DRAW=draw,
-        NEAREST=noise is None,
-        BITS=bits,
-        GROUPS=GROUPS,
-    )
-    return packed
-
-
-@kernel("out", "numel")
-def unpack_and_add(
-    packed, norms, out, scale, numel, block_size, BITS: tl.constexpr, GROUPS: tl.constexpr
-):
-    """Add ``8 · GROUPS`` elements."""
-    groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
-    inside = at < numel
-    norm = tl.load(norms + at // block_size, mask=inside, other=0.0)
-    value = load_values(packed, norm, groups, at, numel, BITS)
-    kept = tl.load(out + at, mask=inside, other=0.0)
-    # One rounding for product and sum, as in torch's add with alpha.
-    weight = tl.zeros([GROUPS, 8], tl.float32) + scale
-    tl.store(out + at, tl.fma(value, weight, kept), mask=inside)
-
-
-def dequantise(
-    packed: Tensor, norms: Tensor, block_size: int, bits: int, out: Tensor, scale: float
-) -> None:
-    """Add the values of the codes; see ``kernels.dequantise``."""
-    numel = out.numel()
-    launch(
-        unpack_and_add,
-        (triton.cdiv(numel, 8 * GROUPS),),
-        *(packed, norms, out, float(scale), numel, block_size),
-        BITS=bits,
-        GROUPS=GROUPS,
-    )
-
-
 @kernel()
 def raise_peaks(
     buffer,
@@ -299,7 +213,7 @@ def round_tiles(
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
     whole = compensated(buffer, grad, start + at, at < there, decay, gain, ADD)
-    x = whole
+    x, idle = whole, part < 0
     if ADD:
         idle = is_idle(peaks, parts, number, part)
         x = tl.where(idle, 0.0, whole)
@@ -325,22 +239,18 @@ def round_tiles(
     codes += field_at(parts, number, part, CODES, codes_apart)
     store_codes(codes, code_of(level, BITS), groups, at, numel, BITS)
     if KEEP:
-        left = x - value_of(level, norm, BITS)
-        if ADD:
-            if cell(parts, number, part, SHARD) != own:
-                left = tl.where(is_finite(left), left, 0.0)
-            left = tl.where(idle, tl.where(is_finite(whole), whole, 0.0), left)
+        mine = cell(parts, number, part, SHARD) == own
+        left = left_of(x, value_of(level, norm, BITS), whole, idle, mine, ADD)
         tl.store(buffer + start + at, left, mask=at < there)
 
 
 @triton.jit
-def mean_of(
-    codes, codes_apart, norms, norms_apart, workers, share, groups, at, numel, block_size,
+def sum_of(
+    total, codes, codes_apart, norms, norms_apart, workers, share, groups, at, numel, block_size,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum over workers, in their order, of ``share`` times what each has sent."""
-    total = tl.zeros_like(at).to(tl.float32)
-    weight = total + share
+    """Add to ``total``, in workers' order, ``share`` times what each has sent."""
+    weight = tl.zeros_like(total) + share
     sender = 0
     while sender < workers:
         norm = tl.load(norms + at // block_size, mask=at < numel, other=0.0)
@@ -371,62 +281,68 @@ def average_tiles(
     parts,
     number,
     block_size,
+    FRESH: tl.constexpr,
     MEAN: tl.constexpr,
     BITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write a tile of the mean, and add the flags to the first element of its parameter."""
+    """Write a tile of the mean, and add the flags to the first element of its parameter.
+
+    Unless FRESH, add the tile to ``out``.
+    """
     part, local, start, there, numel = tile_of(tiles, count, parts, number, tl.program_id(0), MEAN)
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
     codes += field_at(parts, number, part, CODES, codes_shard)
     norms += field_at(parts, number, part, BLOCKS, norms_shard)
-    total = mean_of(
-        codes, codes_apart, norms, norms_apart, workers, share, groups, at, numel, block_size, BITS
-    )
     here = start + at
+    total = tl.zeros_like(at).to(tl.float32)
+    if not FRESH:
+        total = tl.load(out + here, mask=at < there, other=0.0)
+    total = sum_of(
+        total, codes, codes_apart, norms, norms_apart, workers, share, groups, at, numel,
+        block_size, BITS,
+    )  # fmt: skip
     total = flagged(total, here, flags, flags_apart, senders, parts, number, part)
     tl.store(out + here, total, mask=at < there)
 
 
-class Table(ShardTable):
-    """Encodes and decodes parts of a bucket, or W shards of each, in levels of their norms.
+class Table(LevelTable):
+    """Encodes and decodes parts of a bucket; see ``kernels.quantise.LevelTable``.
 
     Philox-4×32-10 draws the numbers: element i of a shard gets word ``i mod 4`` of counter
     ``(i // 4, step, 0, 0)``, under a key of worker, phase and name.
-
-    Args:
-        parts, shards: as for ``kernels.shards.Layout``.
-        bits: of a code.
-        block_size: elements that share a norm.
-        nearest: whether elements are rounded to the nearest level, or at random.
-        device: of the bucket.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[str, int, int, int]],
-        bits: int,
-        block_size: int,
-        nearest: bool,
-        device: torch.device,
-        shards: int = 1,
-    ) -> None:
-        layout = Layout(parts, bits, block_size, shards)
-        super().__init__(layout, layout.blocks)
-        self.bits, self.block_size, self.nearest = bits, block_size, nearest
-        self._tiles = Tiles(layout, TILE, device)
-        # A tile consists of complete blocks, or their norms are found before.
-        self._block = block_size if block_size <= TILE and TILE % block_size == 0 else 0
+    @functools.cached_property
+    def _tiles(self) -> Tiles:
+        return Tiles(self.layout, TILE, self.device)
+
+    def quantise(self, buffer: Tensor, norms: Tensor, noise: torch.Generator | None) -> Tensor:
+        packed, keys = reserve(self.fields, self.device), None
+        if noise is not None:
+            keys = torch.full((1,), noise.initial_seed(), dtype=torch.int64, device=self.device)
+        alone = Bucket(buffer, {})
+        self._encode([packed], buffer, alone, None, keys, norms.view(torch.int32))
+        return packed[0]
 
     def _encode(
-        self, packed: Sequence[Packed], buffer: Tensor, bucket: Bucket, mine: int | None
+        self,
+        packed: Sequence[Packed],
+        buffer: Tensor,
+        bucket: Bucket,
+        mine: int | None,
+        keys: Tensor | None = None,
+        most: Tensor | None = None,
     ) -> None:
+        """Do as the base class, perhaps with known keys and the bits of known norms."""
         adds, keeps, given = source(buffer, bucket, mine)
         grid, *table = self._tiles.table(mine)
-        most, apart = self._tiles.of, self.layout.blocks
-        if not self._block:
+        size, apart = self.block_size, self.layout.blocks
+        # A tile consists of complete blocks, or their norms are found before.
+        block = size if most is None and size <= TILE and TILE % size == 0 else 0
+        if most is None and not block:
             words = apart * self.layout.shards
             if bucket.pending is not None:
                 most = bucket.pending.work.take(words)
@@ -435,63 +351,54 @@ class Table(ShardTable):
             launch(
                 raise_peaks,
                 grid,
-                *(*given, *table, self.block_size, most, apart),
+                *(*given, *table, size, most, apart),
                 ADD=adds,
-                LARGE=self.block_size >= TILE,
+                LARGE=size >= TILE,
                 MEAN=mine is not None,
                 TILE=TILE,
             )
-        keys = self._tiles.parts if self.nearest else self._tiles.keys(bucket)
+        if keys is None:
+            keys = self._tiles.parts if self.nearest else self._tiles.keys(bucket)
+        found = self._tiles.of if most is None else most
         launch(
             round_tiles,
             grid,
-            *(*given, *table, keys, bucket.step, self.block_size, most, apart),
+            *(*given, *table, keys, bucket.step, size, found, apart),
             *target(packed, bucket),
             ADD=adds,
             KEEP=keeps,
             MEAN=mine is not None,
             NEAREST=self.nearest,
             BITS=self.bits,
-            BLOCK=self._block,
+            BLOCK=block,
             TILE=TILE,
         )
 
-    def _average(
+    def average(
         self,
         payloads: Sequence[Payload],
         out: Tensor,
-        flags: Sequence[Tensor],
+        pending: Pending | None,
         mine: int | None = None,
-    ) -> None:
+        scale: float | None = None,
+    ) -> bool:
+        """Do as the base class; or with ``scale`` add that times the only payload."""
         grid, *table = self._tiles.table(mine)
+        *read, share = arrivals(self, payloads, mine)
         launch(
             average_tiles,
             grid,
-            *(*arrivals(self, payloads, mine), out, *flags_of(flags, out), *table),
+            *(*read, share if scale is None else scale, out, *flags_of(pending, out), *table),
             self.block_size,
+            FRESH=scale is None,
             MEAN=mine is not None,
             BITS=self.bits,
             TILE=TILE,
         )
+        return True
 
-
-_NORM_BLOCK = 64
-_BITS = (5, 8, 12)  # codes with a rest only, with whole bytes only, with both
-
-
-def _quantise(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    norms, wide = _norms(numbers)
-    random = torch.Generator(numbers.device).manual_seed(0)
-    quarter = numbers.new_full((len(norms) * _NORM_BLOCK,), 0.25)
-    for bits, noise, shift in zip(_BITS, (random, None, quarter), (None, 0.5, 0.25), strict=True):
-        left, s = numbers.clone(), 2 ** (bits - 1) - 1
-        packed = quantise(left, norms, _NORM_BLOCK, bits, noise)
-        levels, exact = unpack(packed, bits, 1000, torch.int32) - s, numbers / wide * s
-        yield left, numbers - levels / s * wide
-        if shift is None:  # the kernel draws its own numbers, so only bounds are known
-            yield (levels - exact).abs() < 1.001, torch.ones_like(levels, dtype=torch.bool)
-            continue
-        yield from _rounded(levels, exact, s, shift)
+    def add(self, payload: Payload, out: Tensor, scale: float) -> bool:
+        return self.average([payload], out, None, scale=float(scale))
 
 
 def _rounded(
@@ -500,29 +407,6 @@ def _rounded(
     rounded = exact.abs() + shift
     sure = (rounded.frac() - 0.5).abs() < 0.499  # not where the next bit decides
     yield levels * sure, rounded.floor().clamp(max=s).copysign(exact).int() * sure
-
-
-def _dequantise(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    norms, wide = _norms(numbers)
-    for bits in _BITS:
-        s = 2 ** (bits - 1) - 1
-        packed = torch.arange(1000 * bits // 8, device=numbers.device).mul(37).to(torch.uint8)
-        codes = unpack(packed, bits, 1000, torch.int32)
-        wanted = numbers + 0.5 * wide * (codes - s) / s
-        out = numbers.clone()
-        dequantise(packed, norms, _NORM_BLOCK, bits, out, 0.5)
-        known = codes <= 2 * s
-        yield out.masked_fill(~known, 0), wanted.masked_fill(~known, 0)
-        yield out.isnan(), ~known
-
-
-def _norms(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of each block, and for every element the norm of its block."""
-    blocks = torch.nn.functional.pad(numbers, (0, -numbers.numel() % _NORM_BLOCK)).view(
-        -1, _NORM_BLOCK
-    )
-    norms = blocks.abs().amax(1)
-    return norms, norms.repeat_interleave(_NORM_BLOCK)[: numbers.numel()]
 
 
 def _buckets(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -551,9 +435,25 @@ def _buckets(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield out, value
 
 
+def _alone(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Round by given norms, and add what is sent."""
+    noise = torch.Generator(numbers.device).manual_seed(0)
+    for bits, size, draw in ((5, 64, noise), (12, 100, None)):
+        table = Table([("a", 0, 0, 1000)], bits, size, draw is None, numbers.device)
+        ((codes, norms),) = table.encode(numbers.clone(), Bucket(numbers, {"a": (1000,)}))
+        left, out = numbers.clone(), numbers.clone()
+        packed = table.quantise(left, norms, draw)
+        if draw is None:
+            yield packed, codes
+        table.add((packed, norms), out, -1.0)
+        yield out, left
+        table.add((packed.fill_(255), norms), out, 1.0)  # codes that no encoder makes
+        yield out.isnan(), torch.ones_like(out, dtype=torch.bool)
+
+
 def _shards(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     table = Table([("a", 0, 0, 500), ("b", 1, 500, 1000)], 5, 64, True, numbers.device, 2)
     yield from attempt_shards(numbers, table)
 
 
-ATTEMPTS = {"quantise": _quantise, "dequantise": _dequantise, "levels": _buckets, "shards": _shards}
+ATTEMPTS = {"levels": _buckets, "alone": _alone, "shards": _shards}

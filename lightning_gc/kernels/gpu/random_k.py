@@ -239,7 +239,7 @@ def average(
         put_drawn,
         (table.shape[1],),
         *(values, apart, len(payloads), 1 / len(payloads), out),
-        *(*flags_of(pending.flags, out), table, table.shape[1], step),
+        *(*flags_of(pending, out), table, table.shape[1], step),
         BLOCK=ROW,
     )
 

@@ -140,6 +140,20 @@ def compensated(buffer, grad, at, inside, decay, gain, ADD: tl.constexpr):
 
 
 @triton.jit
+def left_of(x, value, whole, idle, mine, ADD: tl.constexpr):
+    """Return what stays where ``value`` is sent for ``x``: law 1 of codecs.
+
+    With ADD all of an idle parameter stays, and numbers that are not finite become 0. In the shard
+    that is ``mine`` they stay for ``book``.
+    """
+    left = x - value
+    if ADD:
+        left = tl.where(idle, whole, left)
+        left = tl.where(is_finite(left) | (mine & (idle == 0)), left, 0.0)
+    return left
+
+
+@triton.jit
 def arrived(flags, stride, count):
     """Return the sum of the flags times zero: 0, or NaN if one is not finite."""
     total = 0.0
@@ -237,7 +251,7 @@ def put(taken: Sequence[Tensor], out: Tensor, table: Tensor, pending: Pending) -
         put_pieces,
         (count,),
         *(own, apart, len(taken), 1 / len(taken), out),
-        *(*flags_of(pending.flags, out), pending.segments.starts, table, count),
+        *(*flags_of(pending, out), pending.segments.starts, table, count),
         BLOCK=ROW,
     )
 
@@ -288,8 +302,9 @@ def given(buffer: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor, floa
     return buffer, grad, pending.decay, pending.gain, pending.peaks
 
 
-def flags_of(flags: Sequence[Tensor], like: Tensor) -> tuple[Tensor, int, int]:
+def flags_of(pending: Pending | None, like: Tensor) -> tuple[Tensor, int, int]:
     """Return the first of the flags that have arrived, their distance, and how many there are."""
+    flags = [] if pending is None else pending.flags
     return *evenly(flags or [like]), len(flags)
 
 

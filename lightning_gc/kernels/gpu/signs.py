@@ -15,9 +15,9 @@ from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Packed
-from lightning_gc.core.segments import PIECE
-from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, word
-from lightning_gc.kernels.gpu.segments import compensated, flags_of, sample
+from lightning_gc.core.segments import PIECE, Pending
+from lightning_gc.kernels.gpu.launch import end_message, kernel, launch, word
+from lightning_gc.kernels.gpu.segments import compensated, flags_of, left_of, sample
 from lightning_gc.kernels.gpu.shards import (
     BLOCKS,
     CODES,
@@ -215,6 +215,7 @@ def take_signs(
     below, above = levels_of(
         sums, negatives, count, first, pieces, numel, SPLIT, VOTE, PIECE, SUMS, LEVELS
     )
+    idle = part < 0
     if ADD:
         idle = is_idle(peaks, parts, number, part)
         above = tl.where(idle, 0.0, above)
@@ -239,10 +240,8 @@ def take_signs(
             coin = coins_of(tl.load(keys + part), step, here)
             positive = tl.where(tl.abs(seen) > least, positive, coin)
         if KEEP:
-            left = x - tl.where(positive == 1, above, below)
-            if ADD:
-                left = tl.where(idle, x, left)
-                left = tl.where(is_finite(left) | ((shard == own) & (idle == 0)), left, 0.0)
+            value = tl.where(positive == 1, above, below)
+            left = left_of(x, value, x, idle, shard == own, ADD)
             tl.store(buffer + start + here, left, mask=inside)
         marks = tl.sum(tl.where(here < stop, positive, 0) << bit, axis=1)
         tl.store(signs + groups // 8, marks.to(tl.uint8), mask=groups < stop)
@@ -341,18 +340,18 @@ class Table(SignTable):
             LEVELS=SUMS.bit_length() - 1,
         )
 
-    def _average(
+    def average(
         self,
         payloads: Sequence[Payload],
         out: Tensor,
-        flags: Sequence[Tensor],
+        pending: Pending | None,
         mine: int | None = None,
-    ) -> None:
+    ) -> bool:
         grid, *table = self._tiles.table(mine)
         launch(
             average_signs,
             grid,
-            *(*arrivals(self, payloads, mine), out, *flags_of(flags, out), *table),
+            *(*arrivals(self, payloads, mine), out, *flags_of(pending, out), *table),
             least_of(len(payloads)),
             MEAN=mine is not None,
             SPLIT=self.levels == "means",
@@ -360,6 +359,7 @@ class Table(SignTable):
             GROUPS=GROUPS,
             PIECE=PIECE,
         )
+        return True
 
 
 def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

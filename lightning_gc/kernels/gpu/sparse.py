@@ -270,7 +270,7 @@ def average(
         (pieces.shape[1],),
         *(values.view(torch.int16) if bfloat else values, apart, *counted),
         *(positions, longest, wrong, workers, 1 / workers, out),
-        *(*flags_of(pending.flags, out), pending.segments.starts),
+        *(*flags_of(pending, out), pending.segments.starts),
         *(pieces, pieces.shape[1], table, len(selection.rows)),
         BFLOAT=bfloat,
         ROW=ROW,

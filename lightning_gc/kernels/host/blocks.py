@@ -9,12 +9,15 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lightning_gc.core.bit_packing import packed_bytes
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.message import Packed, joined
+from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.blocks import RANGE, BlockCode
 from lightning_gc.kernels.host.levels import pack_codes, unpack_codes
-from lightning_gc.kernels.host.segments import pointer
+from lightning_gc.kernels.host.segments import jit, multiply_add, pointer
 from lightning_gc.kernels.host.signs import in_pairs
-from lightning_gc.kernels.host.tensors import jit, multiply_add
+from lightning_gc.kernels.shards import Layout, ShardTable
 
 TOGETHER = 8
 """Blocks that are packed together, so that they end with a byte."""
@@ -23,46 +26,60 @@ _KINDS = {"bins": _BINS, "range": _BETWEEN, "book": _BOOK}
 _NOTHING = np.zeros(1, np.float32)
 
 
-class Table:
-    """The parts of a bucket that share a payload of a code.
+class Table(ShardTable):
+    """Encodes and decodes parts of a bucket, or only decodes them if the code is of a book.
 
     Args:
-        spans: first element and end of each part.
+        parts, shards: as for ``kernels.shards.Layout``.
         code: of all parts.
+        device: of the bucket.
     """
 
-    def __init__(self, spans: Sequence[tuple[int, int]], code: BlockCode) -> None:
-        self.code = code
-        rows, codes, blocks = [], 0, 0
-        for start, stop in spans:
-            size = min(code.block_size, stop - start)
-            rows.append((start, stop, codes, blocks, size))
-            codes += packed_bytes(stop - start, code.bits)
-            blocks -= (start - stop) // size
-        self.rows = np.array(rows, np.int64)
-        self._lengths = codes, blocks
+    guards = cuts = False
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, int, int, int]],
+        code: BlockCode,
+        device: torch.device,
+        shards: int = 1,
+    ) -> None:
+        layout = Layout(parts, code.bits, code.block_size, shards)
+        super().__init__(layout, *[layout.blocks] * code.numbers)
+        self.encodes = code.book is None  # for which torch takes less time
+        sizes = [min(code.block_size, row.numel) for row in layout.rows[0]]
+        rows = zip(layout.rows[0], sizes, strict=True)
+        self._rows = np.array([(r.start, r.stop, r.byte, r.block, size) for r, size in rows])
+        self._kind = _KINDS[code.kind], code.bits
         self._values = _NOTHING if code.book is None else code.book.values.numpy()
 
-    def encode(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Move what is sent out of ``buffer``, and return codes and each of the numbers.
-
-        Not for a code by a book, for which torch takes less time.
-        """
-        codes, blocks = self._lengths
-        packed = torch.empty(codes, dtype=torch.uint8, device=buffer.device)
-        numbers = buffer.new_empty(self.code.numbers, blocks)
-        arrays = buffer.numpy(), self.rows, packed.numpy(), numbers.numpy()
-        _encode(*arrays, _KINDS[self.code.kind], self.code.bits)
-        return packed, *numbers
-
-    def add(
-        self, payloads: Sequence[Sequence[Tensor]], out: Tensor, scale: float, *, fresh: bool
+    def _encode(
+        self, packed: Sequence[Packed], buffer: Tensor, bucket: Bucket, mine: int | None
     ) -> None:
-        """Add ``scale`` times all payloads to the parts of ``out``, or to zeros if ``fresh``."""
+        ((codes, *numbers),) = packed
+        means = joined(numbers).view(len(numbers), -1).numpy()
+        _encode(buffer.numpy(), self._rows, codes.numpy(), means, *self._kind)
+        packed[0].padding.zero_()
+
+    def average(
+        self,
+        payloads: Sequence[Payload],
+        out: Tensor,
+        pending: Pending | None,
+        mine: int | None = None,
+    ) -> bool:
+        return self._add(payloads, out, 1 / len(payloads), fresh=True)
+
+    def add(self, payload: Payload, out: Tensor, scale: float) -> bool:
+        return self._add([payload], out, scale, fresh=False)
+
+    def _add(self, payloads: Sequence[Payload], out: Tensor, scale: float, *, fresh: bool) -> bool:
         kept = [[tensor.contiguous() for tensor in payload] for payload in payloads]
         places = np.array([[tensor.data_ptr() for tensor in each] for each in kept], np.uint64)
-        of = _KINDS[self.code.kind], self.code.bits, self._values
-        _add(places, *self._lengths, out.numpy(), self.rows, *of, np.float32(scale), fresh)
+        lengths = self.layout.codes, self.layout.blocks
+        of = *self._kind, self._values, np.float32(scale), fresh
+        _add(places, *lengths, out.numpy(), self._rows, *of)
+        return True
 
 
 @jit
@@ -204,16 +221,16 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield results for blocks of 100 numbers beside torch's."""
     blocks = numbers.view(-1, 100)
     low, high = blocks.amin(dim=1) + 0.0, blocks.amax(dim=1) + 0.0
-    left, out, code = numbers.clone(), numbers.clone(), BlockCode("range", 8, 100, 2)
-    table = Table([(0, numbers.numel())], code)
-    sent = table.encode(left)
+    left, out, parts = numbers.clone(), numbers.clone(), [("a", 0, 0, numbers.numel())]
+    table = Table(parts, BlockCode("range", 8, 100, 2), numbers.device)
+    (sent,) = table.encode(left, Bucket(numbers, {"a": numbers.shape}))
     yield sent[1], low
     yield sent[2], high
     share = sent[0].view(-1, 100).float() / 255
     lows, highs = low.view(-1, 1), high.view(-1, 1)
     values = ((1 - share) * lows + share * highs).clamp(lows, highs).view(-1)
     yield left, numbers - values
-    table.add([sent], out, 1 / 3, fresh=False)
+    table.add(sent, out, 1 / 3)
     yield out, numbers.add(values, alpha=1 / 3)
 
 

@@ -1,34 +1,37 @@
-"""Kernels for the host that round to levels of a block's norm: of one tensor, and of a bucket."""
+"""Kernels for the host that round parts of a bucket to levels of a block's norm."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numba import carray
 from torch import Tensor
 
-from lightning_gc.core.bit_packing import pack, packed_bytes
-from lightning_gc.core.message import Packed, reserve
+from lightning_gc.core.bit_packing import pack
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.flow import Payload
+from lightning_gc.core.message import Packed
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.host.segments import (
     addresses,
     clean,
     compensate,
-    pointer,
-    poison,
-    weights,
-)
-from lightning_gc.kernels.host.tensors import (
     copy,
     copysign,
     floor,
     jit,
     magnitude,
     multiply_add,
+    pointer,
+    poison,
     times,
+    weights,
 )
+from lightning_gc.kernels.quantise import LevelTable
 
 _NONE = np.zeros(1, np.bool_)
 CHUNK = 2048  # elements whose codes and random numbers lie in the first cache
@@ -41,85 +44,73 @@ def largest(buffer: Tensor, block_size: int) -> Tensor:
     return norms
 
 
-def quantise(
-    buffer: Tensor, norms: Tensor, block_size: int, bits: int, noise: torch.Generator | None
-) -> Tensor:
-    """Do as ``kernels.quantise.quantise``, for codes of at most 8 bits."""
-    packed = torch.empty(
-        packed_bytes(buffer.numel(), bits), dtype=torch.uint8, device=buffer.device
-    )
-    state = np.zeros(4, np.uint64)
-    if noise is not None:
-        _seed(state, np.uint64(noise.initial_seed()))
-    x = buffer.numpy()
-    weighted = (x, np.float32(1), np.float32(1), False)
-    arrays = x, norms.numpy(), packed.numpy()
-    _quantise(*arrays, block_size, bits, state, noise is not None, len(norms), weighted)
-    return packed
+class Table(LevelTable):
+    """Encodes and decodes parts of a bucket in codes of at most 8 bits.
 
-
-class Table:
-    """The parts of a bucket that share a payload of codes and norms.
-
-    Args:
-        parts: first element and end of each part, and its place among the bucket's parameters.
-        bits: of a code, at most 8.
-        block_size: elements that share a norm.
+    An SFC64 stream draws the numbers of each part, as ``kernels.quantise.quantise`` says.
     """
 
-    def __init__(self, parts: Sequence[tuple[int, int, int]], bits: int, block_size: int) -> None:
-        self.bits, self.block_size = bits, block_size
-        rows, codes, norms = [], 0, 0
-        for start, stop, place in parts:
-            rows.append((start, stop, codes, norms, place))
-            codes += packed_bytes(stop - start, bits)
-            norms -= -(stop - start) // block_size
-        self.rows = np.array([*rows, (0, 0, codes, norms, 0)])
-        self.fields = [(torch.uint8, codes), (torch.float32, norms)]
+    cuts = False
 
-    def encode(
-        self, buffer: Tensor, seeds: Sequence[int] | None, pending: Pending | None = None
-    ) -> Packed:
-        """Return codes and norms of all parts; without ``seeds`` rounded to the nearest.
+    @classmethod
+    def takes(cls, bits: int, block_size: int, nearest: bool) -> bool:
+        return bits <= 8
 
-        With ``pending`` as ``core.segments.Pending`` says.
-        """
-        if pending is None:
-            packed = reserve(self.fields, buffer.device)
-            given = buffer, _NONE, np.float32(1), np.float32(1)
-        else:
-            packed = pending.reserve(self.fields)
-            grad = buffer if pending.grad is None else pending.grad
-            given = grad, (pending.peaks == 0).numpy(), *weights(pending)
-        grad, idle, *weighted = given
-        adds = pending is not None and pending.grad is not None
-        arrays = buffer.numpy(), self.rows, np.array(seeds or [], np.uint64)
-        sent = packed[0].numpy(), packed[1].numpy(), self.block_size, self.bits
-        _encode(*arrays, *sent, grad.numpy(), idle, *weighted, adds)
+    @functools.cached_property
+    def _rows(self) -> np.ndarray[Any, Any]:
+        """Of each part: first element, end, first byte, first block, place; then both ends."""
+        (rows,), ends = self.layout.rows, (0, 0, self.layout.codes, self.layout.blocks, 0)
+        return np.array([*((r.start, r.stop, r.byte, r.block, r.place) for r in rows), ends])
+
+    def quantise(self, buffer: Tensor, norms: Tensor, noise: torch.Generator | None) -> Tensor:
+        packed = torch.empty(self.layout.codes, dtype=torch.uint8, device=buffer.device)
+        state = np.zeros(4, np.uint64)
+        if noise is not None:
+            _seed(state, np.uint64(noise.initial_seed()))
+        x = buffer.numpy()
+        weighted = (x, np.float32(1), np.float32(1), False)
+        of = self.block_size, self.bits, state, noise is not None, len(norms), weighted
+        _quantise(x, norms.numpy(), packed.numpy(), *of)
+        return packed
+
+    def _encode(
+        self, packed: Sequence[Packed], buffer: Tensor, bucket: Bucket, mine: int | None
+    ) -> None:
+        ((codes, norms, *_),), pending = packed, bucket.pending
+        grad, idle, weighted = buffer, _NONE, (np.float32(1), np.float32(1))
         if pending is not None:
-            pending.end(packed)
-        return packed.first(2)
+            grad = buffer if pending.grad is None else pending.grad
+            idle, weighted = (pending.peaks == 0).numpy(), weights(pending)
+        adds = pending is not None and pending.grad is not None
+        names = [] if self.nearest else self.layout.names
+        seeds = [bucket.generator_seed(shared=False, name=name) for name in names]
+        arrays = buffer.numpy(), self._rows, np.array(seeds, np.uint64)
+        sent = codes.numpy(), norms.numpy(), self.block_size, self.bits
+        _encode(*arrays, *sent, grad.numpy(), idle, *weighted, adds)
+        if pending is None:
+            packed[0].padding.zero_()
+        else:
+            pending.end(packed[0])
 
-    def add(
+    def average(
         self,
-        payloads: Sequence[Sequence[Tensor]],
+        payloads: Sequence[Payload],
         out: Tensor,
-        scale: float,
-        pending: Pending | None = None,
-        *,
-        fresh: bool,
+        pending: Pending | None,
+        mine: int | None = None,
     ) -> bool:
-        """Add ``scale`` times all payloads to the parts of ``out``, or to zeros if ``fresh``.
-
-        Returns:
-            False if a code is above 2s, which no encoder makes.
-        """
-        codes, norms = ([t.contiguous() for t in each] for each in zip(*payloads, strict=True))
-        arrays = addresses(codes), addresses(norms), out.numpy(), self.rows
-        sound = bool(_add(*arrays, self.block_size, self.bits, np.float32(scale), fresh))
+        sound = self._add(payloads, out, 1 / len(payloads), fresh=True)
         if pending is not None:
             poison(out, pending)
         return sound
+
+    def add(self, payload: Payload, out: Tensor, scale: float) -> bool:
+        return self._add([payload], out, scale, fresh=False)
+
+    def _add(self, payloads: Sequence[Payload], out: Tensor, scale: float, *, fresh: bool) -> bool:
+        codes, norms = ([t.contiguous() for t in each] for each in zip(*payloads, strict=True))
+        arrays = addresses(codes), addresses(norms), out.numpy(), self._rows
+        return bool(_add(*arrays, self.block_size, self.bits, np.float32(scale), fresh))
 
 
 @jit
@@ -146,6 +137,8 @@ def _add(codes, norms, out, rows, block_size, bits, scale, fresh):
     s = np.float32(2 ** (bits - 1) - 1)
     unpacked = np.empty(CHUNK, np.uint8)
     highest = np.uint8(0)
+    if not fresh and _highest(codes, rows, bits, unpacked) > 2 * s:
+        return False  # and nothing has been added
     for part in range(rows.shape[0] - 1):
         first, end, code, norm, _ = rows[part]
         for start in range(0, end - first, CHUNK):
@@ -316,38 +309,17 @@ def _pack_pairs(codes, packed):
         packed[i] = codes[2 * i] | (codes[2 * i + 1] << np.uint8(4))
 
 
-def dequantise(
-    packed: Tensor, norms: Tensor, block_size: int, bits: int, out: Tensor, scale: float
-) -> int:
-    """Add ``scale · norm · (code − s) / s`` to ``out``, unless a code is above 2s.
-
-    Codes have at most 8 bits; the highest is returned.
-    """
-    arrays = packed.numpy(), norms.numpy(), out.numpy()
-    return int(_dequantise(*arrays, block_size, bits, np.float32(scale)))
-
-
 @jit
-def _dequantise(packed, norms, out, block_size, bits, scale):
-    s = np.float32(2 ** (bits - 1) - 1)
-    codes = np.empty(CHUNK, np.uint8)
-    highest = _highest(packed, bits, codes, out.size)
-    if highest > 2 * s:
-        return highest
-    for start in range(0, out.size, CHUNK):
-        stop = min(start + CHUNK, out.size)
-        unpack_codes(packed[start * bits // 8 : (stop * bits + 7) // 8], bits, codes)
-        _add_blocks(codes, out[start:stop], norms, start, block_size, s, scale)
-    return highest
-
-
-@jit
-def _highest(packed, bits, codes, numel):
+def _highest(codes, rows, bits, unpacked):
     highest = np.uint8(0)
-    for start in range(0, numel, CHUNK):
-        stop = min(start + CHUNK, numel)
-        unpack_codes(packed[start * bits // 8 : (stop * bits + 7) // 8], bits, codes)
-        highest = max(highest, _most(codes[: stop - start]))
+    for part in range(rows.shape[0] - 1):
+        numel, code = rows[part, 1] - rows[part, 0], rows[part, 2]
+        for start in range(0, numel, CHUNK):
+            stop = min(start + CHUNK, numel)
+            for worker in range(codes.size):
+                packed = carray(pointer(codes[worker]), rows[-1, 2], np.uint8)[code:]
+                unpack_codes(packed[start * bits // 8 : (stop * bits + 7) // 8], bits, unpacked)
+                highest = max(highest, _most(unpacked[: stop - start]))
     return highest
 
 
@@ -382,7 +354,7 @@ def _add_levels(codes, out, norm, s, scale):
         out[i] = multiply_add((level / s) * norm, scale, out[i])
 
 
-_NUMEL, _BLOCK, _SEED = 5000, 48, 1
+_NUMEL, _BLOCK = 5000, 48
 
 
 def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -391,28 +363,27 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     padded = torch.nn.functional.pad(numbers, (0, -_NUMEL % _BLOCK))
     yield norms, padded.view(-1, _BLOCK).abs().amax(1)
     wide = norms.repeat_interleave(_BLOCK)[:_NUMEL]
-    drawn = np.random.SFC64(_SEED).random_raw(_NUMEL // 2).view(np.int32) & 0xFFFFFF
-    random = torch.from_numpy(drawn).float() * 2.0**-24
-    generator = torch.Generator().manual_seed(_SEED)
+    bucket = Bucket(numbers, {"a": (_NUMEL,)})
+    generator = bucket.generator(shared=False)
+    words = np.random.SFC64(generator.initial_seed()).random_raw(_NUMEL // 2)
+    random = torch.from_numpy(words.view(np.int32) & 0xFFFFFF).float() * 2.0**-24
     for bits, noise, u in ((4, generator, random), (8, None, 0.5), (3, None, 0.5)):
         s = torch.tensor(2.0 ** (bits - 1) - 1, dtype=torch.float32, device="cpu")
         ratio = numbers / wide.where(wide > 0, 1.0)
         levels = (ratio.abs() * s + u).floor().clamp(max=s).copysign(ratio)
-        codes = (levels + s).to(torch.uint8)
+        codes, value = pack((levels + s).to(torch.uint8), bits), levels / s * wide
+        table = Table([("a", 0, 0, _NUMEL)], bits, _BLOCK, noise is None, numbers.device)
         left = numbers.clone()
-        packed = quantise(left, norms, _BLOCK, bits, noise)
-        yield packed, pack(codes, bits)
-        yield left, numbers - levels / s * wide
-        out = numbers.clone()
-        dequantise(packed, norms, _BLOCK, bits, out, 1 / 3)
-        value = (codes - s) / s * wide
+        yield table.quantise(left, norms, noise), codes
+        yield left, numbers - value
+        left, out = numbers.clone(), numbers.clone()
+        (sent,) = table.encode(left, bucket)
+        yield sent[0], codes
+        yield sent[1], norms
+        yield left, numbers - value
+        table.add(sent, out, 1 / 3)
         yield out, numbers.add(value, alpha=1 / 3)
-        table, left = Table([(0, _NUMEL, 0)], bits, _BLOCK), numbers.clone()
-        whole = table.encode(left, None if noise is None else [_SEED])
-        yield whole[0], packed
-        yield whole[1], norms
-        yield left, numbers - levels / s * wide
-        table.add([whole, whole, whole], out, 1 / 3, fresh=True)
+        table.average([sent, sent, sent], out, None)
         third = torch.zeros_like(out).add(value, alpha=1 / 3)
         yield out, third.add(value, alpha=1 / 3).add(value, alpha=1 / 3)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.core.segments import Pending
-from lightning_gc.kernels.host.tensors import jit
+from lightning_gc.kernels.host.segments import jit
 from lightning_gc.kernels.low_rank import LARGEST, LEAST, Factors, Side
 
 _any_order = numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})

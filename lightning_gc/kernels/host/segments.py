@@ -1,8 +1,11 @@
-"""Numba kernels over all parameters of a bucket; see ``kernels.segments``."""
+"""Numba kernels over all parameters of a bucket, and what all kernels of the host share.
+
+See ``kernels.segments``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numba
@@ -14,7 +17,54 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from lightning_gc.core.segments import Pending, Segments
-from lightning_gc.kernels.host.tensors import copy, jit, multiply_add
+
+jit = numba.njit(nogil=True, cache=True)
+"""Compiles a kernel; other threads run meanwhile."""
+
+
+def _operation(name: str, arguments: int) -> Callable[..., Any]:
+    """Return LLVM's operation ``name`` for this number of float32 arguments."""
+    number = ir.FloatType()
+    kind = ir.FunctionType(number, [number] * arguments)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.call(builder.module.declare_intrinsic(name, [number], kind), values)
+
+    if arguments == 1:
+        return intrinsic(lambda typing, x: (types.float32(x), generate))
+    return intrinsic(lambda typing, x, y: (types.float32(x, y), generate))
+
+
+magnitude = _operation("llvm.fabs", 1)
+floor = _operation("llvm.floor", 1)
+copysign = _operation("llvm.copysign", 2)
+
+
+@intrinsic
+def multiply_add(typing: Any, x: Any, y: Any, z: Any) -> Any:
+    """Return ``x·y + z``, rounded once, as torch adds with a factor."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.fma(*values)
+
+    return types.float32(x, y, z), generate
+
+
+@jit
+def times(value, constant):
+    """Return the product of 32-bit words, which numba would compute in 64 bits."""
+    return np.uint32(np.uint64(value) * np.uint64(constant) & np.uint64(0xFFFFFFFF))
+
+
+@jit
+def copy(source, into):
+    """Copy ``source`` to the first elements of ``into``.
+
+    Assigning an array to a slice would take 2 s longer to compile, for an error's text.
+    """
+    for i in range(source.size):
+        into[i] = source[i]
+
 
 CHUNK = 1024
 """Elements whose intermediate numbers lie in the first cache."""

@@ -14,8 +14,8 @@ from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Packed
-from lightning_gc.core.segments import PIECE
-from lightning_gc.kernels.host.tensors import jit, magnitude, multiply_add, times
+from lightning_gc.core.segments import PIECE, Pending
+from lightning_gc.kernels.host.segments import jit, magnitude, multiply_add, times
 from lightning_gc.kernels.signs import LANES, SUMS, Levels, SignTable, least_of
 
 _BLOCK = 2048  # elements whose signs lie in the first cache
@@ -33,6 +33,8 @@ def mean(numbers: Tensor, share: float) -> Tensor:
 
 class Table(SignTable):
     """Encodes and decodes parts of a bucket; see ``kernels.signs.SignTable``."""
+
+    guards = False
 
     @functools.cached_property
     def _places(self) -> list[np.ndarray[Any, Any]]:
@@ -73,14 +75,13 @@ class Table(SignTable):
         names = self.layout.names[shard * count : (shard + 1) * count]
         return np.array([bucket.key(name) for name in names], np.uint64)
 
-    def _average(
+    def average(
         self,
         payloads: Sequence[Payload],
         out: Tensor,
-        flags: Sequence[Tensor],
+        pending: Pending | None,
         mine: int | None = None,
-    ) -> None:
-        assert not flags, "the engine poisons means on the host"
+    ) -> bool:
         places = self._places if mine is None else [self._in_row(mine)]
         for shard, own in enumerate(places):
             sent = payloads if len(places) == 1 else payloads[shard : shard + 1]
@@ -90,6 +91,7 @@ class Table(SignTable):
                 _add(*arrays, share, split, sender == 0, _SPREAD)
             if self.levels == "votes" and mine is None:
                 _decide(out.numpy(), own, np.float32(least_of(len(payloads))))
+        return True
 
 
 _KINDS = {"magnitude": 0, "means": 1, "votes": 2}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.core import elias_fano
-from lightning_gc.kernels.host.tensors import copy, jit
+from lightning_gc.kernels.host.segments import copy, jit
 from lightning_gc.kernels.sparse import CORRECTIONS, FACTOR, Row, Selection
 
 CHUNK = 1024

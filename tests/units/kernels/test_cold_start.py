@@ -79,14 +79,14 @@ def test_bits_do_not_depend_on_the_cache(
 
 def test_answers_change_between_exchanges_only(cold: dispatch.HostFamilies) -> None:
     with cold.steady():
-        assert not cold.works("tensors")
+        assert not cold.works("segments")
         with cold.steady():  # another bucket
-            cold._made = {"tensors": True}
-            assert not cold.works("tensors")
+            cold._made = {"segments": True}
+            assert not cold.works("segments")
         with cold.steady():
-            assert not cold.works("tensors")
+            assert not cold.works("segments")
     with cold.steady():
-        assert cold.works("tensors")
+        assert cold.works("segments")
 
 
 class Owner:
@@ -100,14 +100,14 @@ def test_an_owner_that_is_never_closed_keeps_kernels_from_nobody(
     for each in (owner, closed):
         cold.rest(each)
     with cold.steady():
-        assert not cold.works("tensors")
-        cold._made = {"tensors": True}
+        assert not cold.works("segments")
+        cold._made = {"segments": True}
     cold.rest(closed, ends=True)
     with cold.steady():
-        assert not cold.works("tensors")
+        assert not cold.works("segments")
     del each, owner
     with cold.steady():
-        assert cold.works("tensors")
+        assert cold.works("segments")
 
 
 def test_what_rounds_otherwise_is_compiled_before_it_is_used(cold: dispatch.HostFamilies) -> None:
@@ -249,9 +249,9 @@ def test_a_full_disk_costs_one_sentence(
     assert f"No space left on device in {tmp_path}" in said
     assert "set NUMBA_CACHE_DIR" in said
     assert said.endswith(dispatch.WITHOUT)
-    dispatch._mark("casts").write_text("ArithmeticError: other bits")
+    dispatch._mark("blocks").write_text("ArithmeticError: other bits")
     trouble = dispatch.trouble()
-    assert trouble.pop("ArithmeticError: other bits") == ["casts"]
+    assert trouble.pop("ArithmeticError: other bits") == ["blocks"]
     ((cause, unkept),) = trouble.items()
     assert cause in said
-    assert {"casts", *unkept} == set(dispatch.on_disk())
+    assert {"blocks", *unkept} == set(dispatch.on_disk())

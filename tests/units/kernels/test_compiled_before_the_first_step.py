@@ -19,8 +19,6 @@ from tests.support.kernel_device import DEVICE, here, marks, some
 pytestmark = marks
 ALIGNED = {
     "sparse.scatter_add": set[str](),
-    "levels.round_and_pack": {"buffer", "numel"},
-    "levels.unpack_and_add": {"out", "numel"},
     "levels.raise_peaks": set[str](),
     "levels.round_tiles": set[str](),
     "levels.average_tiles": set[str](),

@@ -157,15 +157,6 @@ KERNELS = [
         )
     ),
     *(
-        (
-            "quantise",
-            "round_and_pack",
-            {"DRAW": bits < 9, "NEAREST": bits == 8, "BITS": bits, "GROUPS": 128},
-        )
-        for bits in (3, 8, 12)
-    ),
-    *(("dequantise", "unpack_and_add", {"BITS": bits, "GROUPS": 128}) for bits in (3, 12)),
-    *(
         ("levels", "raise_peaks", {"ADD": add, "LARGE": add, "MEAN": not add, "TILE": 2048})
         for add in (False, True)
     ),
@@ -186,14 +177,14 @@ KERNELS = [
         for bits, block, add in ((4, 512, False), (9, 0, True))
     ),
     *(
-        ("levels", "average_tiles", {"MEAN": bits == 9, "BITS": bits, "TILE": 2048})
-        for bits in (4, 9)
+        ("levels", "average_tiles", {"FRESH": fresh, "MEAN": not fresh, "BITS": bits, "TILE": 2048})
+        for bits, fresh in ((4, True), (9, False))
     ),
 ]
 
 
 FUSED = {
-    *("unpack_and_add", "take_pieces", "round_pieces", "average_pieces"),
+    *("take_pieces", "round_pieces", "average_pieces"),
     *("raise_peaks", "round_tiles", "average_tiles", "book_pieces"),
     *("sum_pieces", "take_signs", "average_signs"),
     *("sample_thresholds", "first_digit", "count_reaching"),
@@ -266,7 +257,8 @@ def test_compiles(operation: str, name: str, constants: dict[str, Any]) -> None:
 
 
 NEWEST = TARGETS[-2:]
-DRAWN = {"DRAW": True, "NEAREST": False, "BITS": 3, "GROUPS": 128}
+DRAWN = {"ADD": False, "KEEP": False, "MEAN": True, "NEAREST": False, "BITS": 4, "BLOCK": 512}
+DRAWN |= {"TILE": 2048}
 everywhere = [
     pytest.param(*case, target, ones, marks=[] if by_day else pytest.mark.nightly)
     for case in KERNELS
@@ -291,7 +283,7 @@ def test_there_are_few_variants(name: str) -> None:
     kinds = [each for each in found(name).params if not each.is_constexpr]
     asked = {each.name for each in kinds if not each.do_not_specialize_on_alignment}
     assert asked == {each.name for each in kinds if not each.do_not_specialize}
-    assert asked in (set(), {"buffer", "numel"}, {"out", "numel"})
+    assert asked in (set(), {"buffer", "numel"})
 
 
 def test_these_are_all_kernels() -> None:

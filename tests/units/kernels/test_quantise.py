@@ -28,14 +28,17 @@ def norms_of(x: torch.Tensor, size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("numel", some(SIZES, (1, 9, 2 * TILE + 13)))
 @pytest.mark.parametrize("bits", BITS)
-def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
+def test_there_and_back(numel: int, bits: int) -> None:
+    """Its own numbers are Philox's, so the kernel is the reference with these."""
     for i, (name, x) in enumerate(tensors(numel).items()):
         size = min(numel, (1, 7, 64, 512)[(i + bits) % 4])
         norms = norms_of(x, size)
-        noise = torch.rand(norms.numel() * size, generator=torch.Generator().manual_seed(i))
+        noise = torch.zeros(norms.numel() * size)
+        noise[:numel] = philox(SEED + i, numel)
         ours, theirs = here(x), x.clone()
         assert fused(ours, "levels")
-        packed = quantise.quantise(ours, here(norms), size, bits, here(noise))
+        generator = torch.Generator(DEVICE).manual_seed(SEED + i)
+        packed = quantise.quantise(ours, here(norms), size, bits, generator)
         wanted = quantise.quantise_reference(theirs, norms, size, bits, noise)
         assert same(packed, wanted)
         assert same(ours, theirs)
@@ -50,10 +53,18 @@ def test_there_and_back_with_given_numbers(numel: int, bits: int) -> None:
         assert same(ours, theirs)
 
 
+def test_given_numbers_are_used() -> None:
+    x, noise = tensors(TILE)["normal"], torch.full((TILE,), 0.25)
+    norms, ours, theirs = norms_of(x, 64), here(x), x.clone()
+    packed = quantise.quantise(ours, here(norms), 64, 4, here(noise))
+    assert same(packed, quantise.quantise_reference(theirs, norms, 64, 4, noise))
+    assert same(ours, theirs)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 7])
 def test_the_first_tile_of_the_largest_tensor(bits: int) -> None:
     """Which need not be there: a tile that is told of as many elements as there may be."""
-    from lightning_gc.kernels.gpu.levels import GROUPS, round_and_pack, unpack_and_add
+    from lightning_gc.kernels.gpu.levels import TILE, average_tiles, round_tiles
     from lightning_gc.kernels.gpu.prepared_launch import EXACT
 
     x, numel = tensors(TILE)["normal"], MAX_NUMEL - 1
@@ -63,13 +74,18 @@ def test_the_first_tile_of_the_largest_tensor(bits: int) -> None:
         wanted, norms.cpu(), TILE, bits, out, 1.0, payload_validation.codes
     )
     ours, packed, sums = here(x), here(torch.zeros_like(wanted)), here(torch.zeros(TILE))
-    sizes: dict[str, Any] = {"BITS": bits, "GROUPS": GROUPS, **EXACT}
+    tiles = here(torch.zeros(2, 1, dtype=torch.int32)), 1
+    part = here(torch.tensor([[0, 0, 0, numel, numel, 0, 0, 0, 0]]).T.contiguous()), 1
+    kind: dict[str, Any] = {"MEAN": False, "BITS": bits, "TILE": TILE, **EXACT}
     # One norm for all: the block is as large as the tensor.
-    round_and_pack[(1,)](
-        *(ours, norms, ours, packed, 0, numel, numel),
-        **{"DRAW": False, "NEAREST": True, **sizes},
+    round_tiles[(1,)](
+        *(ours, ours, 1.0, 1.0, ours, *tiles, *part, part[0], 0, numel),
+        *(norms.view(torch.int32), 1, packed, 0, here(norms), 0, norms, norms, packed, 0, -1),
+        **kind,
+        **{"ADD": False, "KEEP": True, "NEAREST": True, "BLOCK": 0},
     )
-    unpack_and_add[(1,)](packed, norms, sums, 1.0, numel, numel, **sizes)
+    read = packed, 0, 0, norms, 0, 0, 1, 1.0, sums, norms, 0, 0
+    average_tiles[(1,)](*read, *tiles, *part, numel, FRESH=False, **kind)
     assert same(packed, wanted)
     assert same(ours, left)
     assert same(sums, out)
@@ -82,20 +98,6 @@ def test_without_numbers_it_rounds_to_the_nearest(bits: int) -> None:
         packed = quantise.quantise(ours, here(norms), 100, bits, None)
         assert same(packed, quantise.quantise_reference(theirs, norms, 100, bits, None))
         assert same(ours, theirs)
-
-
-@pytest.mark.parametrize("numel", [5, TILE + 3])
-@pytest.mark.parametrize("bits", [2, 4, 9])
-def test_its_own_numbers_are_philox(numel: int, bits: int) -> None:
-    """So the kernel with its own numbers is the reference with these."""
-    x = tensors(numel)["normal"]
-    norms, ours, theirs = norms_of(x, 64), here(x), x.clone()
-    generator = torch.Generator(DEVICE).manual_seed(SEED)
-    packed = quantise.quantise(ours, here(norms), 64, bits, generator)
-    noise = torch.zeros(norms.numel() * 64)
-    noise[:numel] = philox(SEED, numel)
-    assert same(packed, quantise.quantise_reference(theirs, norms, 64, bits, noise))
-    assert same(ours, theirs)
 
 
 def test_codes_fall_as_often_as_they_should() -> None:

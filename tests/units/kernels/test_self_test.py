@@ -12,8 +12,6 @@ from tests.support.kernel_device import DEVICE, marks
 pytestmark = marks
 KERNELS = [
     ("accumulate", "sparse", "scatter_add"),
-    ("quantise", "levels", "round_and_pack"),
-    ("dequantise", "levels", "unpack_and_add"),
     *(("levels", "levels", kernel) for kernel in ("raise_peaks", "round_tiles", "average_tiles")),
     ("block shards", "blocks", "book_pieces"),  # of three families, the first
     *(
