@@ -70,6 +70,20 @@ def test_few_statements_raise() -> None:
     assert raising <= 599
 
 
+SHARED = """
+Bucket Counted Door Link Plan Rendezvous Round Row Shards Table TernGrad Tiles Verdict
+""".split()  # noqa: SIM905 - names of two classes or more: this list only gets shorter
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """A search for a name finds one class. The modules for either Lightning repeat theirs."""
+    own = {"lightning_gc", "controllers"}
+    paths = [p for p in files() if p.relative_to(ROOT).parts[0] in own]
+    bodies = [ast.parse(p.read_text()).body for p in paths if not p.stem.endswith("_lightning")]
+    names = [n.name.strip("_") for body in bodies for n in body if isinstance(n, ast.ClassDef)]
+    assert {name for name in names if names.count(name) > 1} <= set(SHARED)
+
+
 def test_public_names() -> None:
     """What users may rely on. A new compressor adds its name; nothing leaves without a word."""
     assert lightning_gc.__all__ == sorted(set(lightning_gc.__all__))

@@ -135,7 +135,7 @@ class Untouched:
         return seen
 
 
-class Kept:
+class KeptValue:
     """A value and a copy of its content: put back, it is the same object with that content.
 
     Args:
@@ -176,7 +176,7 @@ class Kept:
             elif all(type(each) in _NUMBERS for each in parts.values()):
                 self.content = PlainContent(parts)
             else:
-                made = {k: Kept(each, scope, large, within, left) for k, each in parts.items()}
+                made = {k: KeptValue(each, scope, large, within, left) for k, each in parts.items()}
                 self.content = made if left[0] >= 0 else TooLarge(_seen(value))
 
     def same(self, value: Any, untouched: Collection[int] = ()) -> bool:
@@ -211,7 +211,7 @@ class Kept:
         return all(k in parts and kept.same(parts[k], untouched) for k, kept in self._inner.items())
 
     @property
-    def _inner(self) -> dict[Any, Kept]:
+    def _inner(self) -> dict[Any, KeptValue]:
         """Return what a container holds, by key; nothing for anything else."""
         plain = type(self.content) is not dict or _stream(self.value) is not None
         return {} if plain else self.content
@@ -223,7 +223,7 @@ class Kept:
         for each in self._inner.values():
             yield from each.tensors()
 
-    def alike(self, other: Kept) -> bool:
+    def alike(self, other: KeptValue) -> bool:
         """Return whether two workers' values have the same content."""
         one, two = self.content, other.content
         if self._inner and other._inner:
@@ -239,15 +239,15 @@ class Kept:
         if type(value) is not list or value is not self.value or not isinstance(known, dict):
             return False
         size = len(known)
-        more = Kept(value[size:], scope)
+        more = KeptValue(value[size:], scope)
         tensor = more.large or next(more.tensors(), None) is not None
-        if tensor or not Kept(value[:size], scope).alike(self):
+        if tensor or not KeptValue(value[:size], scope).alike(self):
             return False
         self.joint = True
         if isinstance(known, PlainContent) and isinstance(more.content, PlainContent):
             known.update(enumerate(more.content.values(), size))
         else:
-            self.content = Kept(value, scope).content
+            self.content = KeptValue(value, scope).content
         return True
 
     @property
@@ -457,8 +457,8 @@ class OwnValues:
 
     def forget(self) -> None:
         """Let all workers have the values that holders have next."""
-        self._common: dict[Key, Kept] = {}
-        self._own: list[dict[Key, Kept]] = [{} for _ in range(self._workers)]
+        self._common: dict[Key, KeptValue] = {}
+        self._own: list[dict[Key, KeptValue]] = [{} for _ in range(self._workers)]
         self._untouched = Untouched()
 
     def enter(self, worker: int | None) -> None:
@@ -496,7 +496,7 @@ class OwnValues:
         finally:
             self.enter(before)
 
-    def _share(self, changed: dict[Key, Kept]) -> None:
+    def _share(self, changed: dict[Key, KeptValue]) -> None:
         """Give all workers what has been changed between turns."""
         for key, kept in changed.items():
             known = [own.get(key, self._common.get(key)) for own in self._own]
@@ -513,10 +513,10 @@ class OwnValues:
             for own in self._own:
                 own.pop(key, None)
 
-    def _changes(self, holders: list[Holder], scope: Scope) -> dict[Key, Kept]:
+    def _changes(self, holders: list[Holder], scope: Scope) -> dict[Key, KeptValue]:
         """Return the values that are not those of the worker that is present."""
         known = self._common | self._own[self.present or 0]
-        changed: dict[Key, Kept] = {}
+        changed: dict[Key, KeptValue] = {}
         untouched = self._untouched.again()
         for holder in holders:
             for name, value in holder.values.items():
@@ -524,13 +524,13 @@ class OwnValues:
                 kept = known.get(key)
                 if kept is None:
                     if name not in holder.left_out:
-                        changed[key] = Kept(value, scope, holder.large)
+                        changed[key] = KeptValue(value, scope, holder.large)
                     continue
                 if (kept.value is value and kept.content is None) or kept.same(value, untouched):
                     continue
                 apart = any(key in own for own in self._own)
                 if apart or not kept.grown(value, scope):
-                    changed[key] = Kept(value, scope, holder.large)
+                    changed[key] = KeptValue(value, scope, holder.large)
         return changed
 
     def _put(self, holders: list[Holder], worker: int) -> bool:
