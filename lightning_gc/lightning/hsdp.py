@@ -14,6 +14,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange import Configuration
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.lightning.arguments import changed, refuse_unknown
@@ -118,10 +119,8 @@ class CompressedHSDP(ShardedStrategy):
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
         refuse_settings(_OWNER, "HSDP", changed(type(self), model_parallel_kwargs))
         if replicas != "auto" and not (type(replicas) is int and replicas >= 1):
-            raise ValueError(
-                f"{_OWNER}(replicas={replicas!r}): give the number of replicas of the model, at "
-                f"least 1, or 'auto', one per node."
-            )
+            why = "give the number of replicas of the model, at least 1, or 'auto', one per node"
+            refuse(_OWNER, why, replicas=replicas)
         check_bucket_cap(_OWNER, bucket_cap_mb)
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
         self._configure(compressor, memory, scheme, controller, seed, state, state_dtype, min_numel)
