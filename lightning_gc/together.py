@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_gc.core.refusal import refuse
-
 
 class Together(Optimizer):
     """Join optimizers of different parameters into one ``torch.optim.Optimizer``.
@@ -60,7 +58,7 @@ class Together(Optimizer):
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         parts = tuple(optimizers)
         if not parts:
-            refuse("Together([]): give at least one optimizer")
+            raise ValueError("Together([]): give at least one optimizer.")
         seen: dict[Tensor, Optimizer] = {}
         for part in parts:
             _refuse(part)
@@ -121,9 +119,9 @@ class Together(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a new group, since it could be of any part."""
-        refuse(
+        raise ValueError(
             "Together.add_param_group does not know which part is to train the new parameters; "
-            "call optimizer.optimizers[0].add_param_group(...) for the first part"
+            "call optimizer.optimizers[0].add_param_group(...) for the first part."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,9 +201,9 @@ class Together(Optimizer):
         """Return each part's share of ``groups``."""
         numbers = [len(part.param_groups) for part in self.optimizers]
         if sum(numbers) != len(groups):
-            refuse(
+            raise ValueError(
                 f"Together has {sum(numbers)} parameter groups, but the state to load has "
-                f"{len(groups)}; give it the optimizers and groups that the state was saved with"
+                f"{len(groups)}; give it the optimizers and groups that the state was saved with."
             )
         left = iter(groups)
         return [[next(left) for _ in range(number)] for number in numbers]
@@ -243,8 +241,10 @@ class _Schedulers(LRScheduler):
                     f"none of its parts; make it of one of optimizer.optimizers."
                 )
             if isinstance(each, ReduceLROnPlateau):
-                why = f"{what} needs a metric in each step; make it of the whole: {what}(optimizer)"
-                refuse("Together.scheduler", why)
+                raise ValueError(
+                    f"Together.scheduler: {what} needs a metric in each step; make it of the "
+                    f"whole: {what}(optimizer)."
+                )
         self.optimizer, self._schedulers = optimizer, tuple(schedulers)
 
     @property
@@ -274,17 +274,17 @@ def _refuse(part: Any) -> None:
     """Raise ValueError if ``part`` cannot be one of several."""
     name = type(part).__name__
     if not isinstance(part, Optimizer):
-        refuse(f"Together([..., {part!r}]): give instances of torch.optim.Optimizer")
+        raise ValueError(f"Together([..., {part!r}]): give instances of torch.optim.Optimizer.")
     if isinstance(part, Together):
-        refuse(f"Together of a Together: give its parts, {name}.optimizers, instead")
+        raise ValueError(f"Together of a Together: give its parts, {name}.optimizers, instead.")
     if type(part).state_dict is not Optimizer.state_dict:
-        refuse(
+        raise ValueError(
             f"Together([..., {name}]): {name} has its own form of state_dict, which cannot be "
-            f"joined with the others; return {name} alone from configure_optimizers"
+            f"joined with the others; return {name} alone from configure_optimizers."
         )
     closure = inspect.signature(part.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        refuse(
+        raise ValueError(
             f"Together([..., {name}]): {name}.step needs a closure, which it calls several times, "
-            "but the closure is called once for all parts; use another optimizer"
+            f"but the closure is called once for all parts; use another optimizer."
         )

@@ -30,6 +30,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import CheckedCalls, parted, takes_fields, unknown_argument
 from lightning_gc.elastic.elastic_exchange import ElasticExchange
 from lightning_gc.elastic.roll import Roll
@@ -699,9 +700,7 @@ def _device_of(owner: str, model: nn.Module, optimizer: Optimizer) -> torch.devi
     devices = {param.device for param in trained}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "no device: no parameter is trained"
-        raise ValueError(
-            f"{owner}: the trained parameters are on {found}; all must be on one device."
-        )
+        refuse(owner, f"the trained parameters are on {found}; all must be on one device")
     own = set(model.parameters())
     for number, group in enumerate(optimizer.param_groups):
         other = next((each for each in group["params"] if each not in own), None)

@@ -24,6 +24,7 @@ from lightning_gc import controllers
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import make, subclasses
 from lightning_gc.kernels.dispatch import SWITCH
 from lightning_gc.memories import Memory
@@ -116,10 +117,8 @@ def check_timeout(owner: str, timeout: Any) -> None:
     """Raise ValueError for a timeout that is not a ``timedelta``: torch fails late on a number."""
     if timeout is not None and not isinstance(timeout, timedelta):
         number = timeout if isinstance(timeout, int | float) else 60
-        raise ValueError(
-            f"{owner}(timeout={timeout!r}): give a timedelta; write "
-            f"timeout=timedelta(seconds={number})."
-        )
+        why = f"give a timedelta; write timeout=timedelta(seconds={number})"
+        refuse(owner, why, timeout=timeout)
 
 
 def refuse_lazy(module: nn.Module) -> None:

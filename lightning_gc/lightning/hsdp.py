@@ -15,6 +15,7 @@ from lightning_gc.checkpoint.side_file_store import Kept
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import takes_fields
 from lightning_gc.exchange import Compression
 from lightning_gc.lightning.arguments import HSDPFields, changed, refuse_unknown
@@ -116,10 +117,8 @@ class CompressedHSDP(ShardedStrategy):
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
         refuse_settings(_OWNER, "HSDP", changed(type(self), model_parallel_kwargs))
         if replicas != "auto" and not (type(replicas) is int and replicas >= 1):
-            raise ValueError(
-                f"{_OWNER}(replicas={replicas!r}): give the number of replicas of the model, at "
-                f"least 1, or 'auto', one per node."
-            )
+            why = "give the number of replicas of the model, at least 1, or 'auto', one per node"
+            refuse(_OWNER, why, replicas=replicas)
         check_bucket_cap(_OWNER, bucket_cap_mb)
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
         self.tensor_parallel_size = tensor_parallel_size

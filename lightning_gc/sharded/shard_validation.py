@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange.validation import refuse_sparse_gradients, refuse_unsynchronised
 from lightning_gc.memories import Memory
 from lightning_gc.sharded import fsdp_units
@@ -252,10 +253,8 @@ def tensor_group_of(units: Sequence[Unit]) -> dist.ProcessGroup | None:
 def check_tensor_parallel(owner: str, ranks: Any, compressor: Compressor) -> None:
     """Raise ValueError unless so many ranks can share tensors with gradients that it compresses."""
     if type(ranks) is not int or ranks < 1:
-        raise ValueError(
-            f"{owner}(tensor_parallel_size={ranks!r}): give the number of ranks that have each "
-            f"layer together, at least 1."
-        )
+        why = "give the number of ranks that have each layer together, at least 1"
+        refuse(owner, why, tensor_parallel_size=ranks)
     judge("Tensor-parallel ranks", owner, compressor=compressor, ranks=ranks)
 
 
@@ -361,9 +360,7 @@ def check_legs(
         workers_per_node: as given.
     """
     if hops not in (1, 2) or isinstance(hops, bool):
-        raise ValueError(
-            f"{owner}(hops={hops!r}): use 1, or 2 for within the node and then between nodes."
-        )
+        refuse(owner, "use 1, or 2 for within the node and then between nodes", hops=hops)
     legs = {"gradients": gradients, "weights": weights}
     judge("FSDP", owner, **legs, hops=hops, workers_per_node=workers_per_node)
 
@@ -381,9 +378,7 @@ def check_bucket_cap(owner: str, bucket_cap_mb: Any) -> None:
     """Raise ValueError unless it is a positive number of megabytes."""
     number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
     if not number or not bucket_cap_mb > 0:
-        raise ValueError(
-            f"{owner}(bucket_cap_mb={bucket_cap_mb!r}): give megabytes, more than 0, such as 25."
-        )
+        refuse(owner, "give megabytes, more than 0, such as 25", bucket_cap_mb=bucket_cap_mb)
 
 
 def group_of_all(units: Sequence[Unit], tensors: dist.ProcessGroup | None) -> dist.ProcessGroup:
