@@ -69,7 +69,7 @@ def fit_one(
 
 
 def fit_in_two(compressor: Any = None, **settings: Any) -> list[dict[str, Any]]:
-    return standing.run(_fit, WORKERS, compressor, settings)  # type: ignore[no-any-return]
+    return standing.run(_fit, WORKERS, compressor, settings)
 
 
 def _fit(worker: int, compressor: Any, settings: dict[str, Any]) -> dict[str, Any]:

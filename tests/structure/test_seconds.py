@@ -9,7 +9,7 @@ def test_no_file_takes_long() -> None:
 
 
 def test_all_files_together_leave_time_to_checks() -> None:
-    """``make test`` takes at most twelve CPU minutes, of which checks and imports need three."""
+    """``make test`` takes at most twelve CPU minutes. Checks and imports need three."""
     assert sum(cpu for cpu, _ in recorded().values()) <= 9 * 60
 
 

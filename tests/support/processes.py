@@ -101,7 +101,7 @@ class Standing:
 
 
 standing = Standing()
-"""Of the file whose tests run; ``conftest.py`` closes it after the last one."""
+"""The processes of the running file of tests; ``conftest.py`` ends them after its last test."""
 
 
 def _result(pipe: Any, worker: int, deadline: float, timeout: float) -> Any:
