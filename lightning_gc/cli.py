@@ -240,7 +240,8 @@ def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], metho
         "scheme=two_shot, powersgd:rank=2"
     )
     add("--workers", type=int, metavar="W", help="predict for W workers, without measuring methods")
-    add("--link", metavar="RATE", help="predict for 1gbit, 100mbit, ..., without measuring methods")
+    rates = "predict for 1gbit, 20mbit/200mbit (up/down), ..., without measuring methods"
+    add("--link", metavar="RATE", help=rates)
     add("--methods", nargs="+", metavar="NAME", help=methods + fields % seven)
     group = advise.add_argument_group("with a file")
     add = group.add_argument
