@@ -269,7 +269,8 @@ def _add_check(command: Callable[..., argparse.ArgumentParser]) -> None:
         "whether two or more machines can train together, before they do",
         "Check names, interfaces, ports, versions, kernels and the link between machines, and say "
         "how to fix what is found. Start it on each machine, with these options or by torchrun. "
-        "Without options it checks this machine only.",
+        "Without options it checks this machine only. With --folder it checks whether workers can "
+        "meet there, without ports between them.",
     ).add_argument
     add("--nnodes", type=int, metavar="N", help="number of machines")
     add("--node-rank", type=int, metavar="K", help="number of this machine, from 0 on")
@@ -277,6 +278,8 @@ def _add_check(command: Callable[..., argparse.ArgumentParser]) -> None:
     add("--master-port", type=int, metavar="PORT", help="a free port of it (default: 29500)")
     wait = "seconds for the other machines to start (default: %(default)s)"
     add("--wait", type=float, default=60, help=wait)
+    folder = "path or URL of fsspec where elastic workers would meet, such as s3://bucket/run"
+    add("--folder", metavar="URL", help=folder)
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -418,6 +421,10 @@ def _refuse_given(given: Mapping[str, object], why: str) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    if options.folder is not None:
+        from lightning_gc.advice.check import check_folder
+
+        return OK if check_folder(options.folder) else FAILED
     from lightning_gc.advice.meeting import party_of
 
     party = party_of(options)

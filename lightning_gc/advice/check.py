@@ -32,6 +32,8 @@ from lightning_gc.advice.meeting import (
 )
 from lightning_gc.compressors import Identity
 from lightning_gc.core.notices import waiting
+from lightning_gc.elastic.folder import IN_A_ROW, POLL
+from lightning_gc.elastic.objects import Objects
 from lightning_gc.exchange.compression import Compression
 from lightning_gc.exchange.kernel_compilation import compile_kernels, own_release
 from lightning_gc.exchange.validation import FIXES
@@ -39,6 +41,7 @@ from lightning_gc.kernels import dispatch
 from lightning_gc.kernels.dispatch import SWITCH
 from lightning_gc.methods import text_table
 from lightning_gc.methods.text_table import print_line
+from lightning_gc.transports.accounting import human_bytes
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.interfaces import (
     VARIABLE,
@@ -79,6 +82,7 @@ ROWS = (
     *WAYS,
 )
 """Facts that the page shows."""
+_LARGE = 1 << 23
 ANNOUNCED, WAY, OWN_NAME = "Gloo announces", "way to machine 0", "own name"
 TROUBLE = "kernels that do not run"
 
@@ -102,6 +106,25 @@ def check(party: Party | None) -> bool:
     except dist.DistError as error:  # the store's
         print_line(page([Finding(f"Another machine has left. See its output. ({error})")], []))
         return False
+
+
+def check_folder(url: str) -> bool:
+    """Say whether a folder can carry an elastic run; return that."""
+    try:
+        found = Objects(url, None).probe(_LARGE)
+    except (OSError, ValueError) as error:
+        print_line(page([Finding(str(error))], []))
+        return False
+    print_line(
+        f"{url} can carry an elastic run: of those who created an object at once, one succeeded.\n"
+        f"  small request  {1e3 * found.seconds:.3g} ms, median\n"
+        f"  rate           {human_bytes(found.rate)} in a second, with an object of "
+        f"{human_bytes(_LARGE)} written and read\n"
+        f"  listing        shows a new object after {1e3 * found.lag:.3g} ms\n"
+        f"A round has about {IN_A_ROW} requests one after the other, so it takes "
+        f"{max(found.seconds, POLL) * IN_A_ROW:.2g} s or more, and the time of its bytes."
+    )
+    return True
 
 
 def alone() -> bool:

@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import secrets
@@ -44,7 +45,9 @@ from lightning_gc.elastic.roll import (
     NEAR,
     Called,
     Ended,
+    Enter,
     Entry,
+    Founded,
     Keeper,
     Report,
     Round,
@@ -63,13 +66,17 @@ from lightning_gc.transports.simulated import Simulated
 _log = logging.getLogger(__name__)
 KEPT = 256
 """Objects of the log that stay. A worker that was away for longer continues at the oldest."""
+POLL = 0.02
+"""Seconds between two looks while somebody waits, if the store is as fast."""
+IN_A_ROW = 11
+"""Requests of a round that wait for each other, of a method with one message."""
 _SLOWEST = 5.0
 """Most seconds between two beats, however slow the store is."""
-_SETTLE, _LEASE = 12, 16
+_SETTLE, _LEASE = 2, 6
 """Beats that a new keeper listens, and after which a lease that is not renewed is taken over."""
 _ANSWER = ".answer"
-_LATER = ("training", "running")
-"""Phases that are told with the next beat: nobody waits for them."""
+_LATER = "running"
+"""The phase that is told with the next beat: the keeper knows whom it has called."""
 
 
 class Folder:
@@ -90,6 +97,7 @@ class Folder:
     def __init__(self, elastic: Elastic) -> None:
         self._elastic, url = elastic, str(elastic.rendezvous)
         self._objects = Objects(url, elastic.secret)
+        seconds = self._objects.enter()
         if elastic.secret is None:
             _log.warning(
                 "Elastic(secret=None): everyone who can write to %s may take part in this run, and "
@@ -98,29 +106,36 @@ class Folder:
             )
         self._roll = None if elastic.roll is None else RollFile(Path(elastic.roll))
         self._box = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._beat = min(max(BEAT, 10 * self._objects.seconds), _SLOWEST)
-        self._poll = max(0.02, self._objects.seconds)
+        # A beat costs a request, and finds a death that much earlier.
+        self._beat = min(max(BEAT, 10 * seconds, elastic.timeout / 12), _SLOWEST)
+        self._poll = max(POLL, 2 * seconds)
         self._report: Report | None = None
         self._sent: Report | None = None
         self._beats, self._due = 0, 0.0
         self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._called: Called | None = None  # without a verdict, as far as it has read
         self._decided: list[Round | Ended] = []  # as far as it has read
-        self._next = min(map(int, self._objects.names("log")), default=0)  # of the log
+        self._next = 0  # of the log
         self._lease: tuple[bytes | None, float] = None, time.monotonic()  # as seen last, and since
         self._lease_due, self._renewed = 0.0, 0
         self._desk: _Desk | None = None  # of the keeper, if this process holds the lease
         self._rounds, self._began = 0, time.monotonic()
-        self._closed, self._woken = threading.Event(), threading.Event()
+        self._closed, self._woken, self._asked = (threading.Event() for _ in range(3))
+        self._visited = -math.inf  # when the log has sent somebody to this worker
         self.status = Status("the run has no keeper yet")
+        log = sorted(self._objects.names("log"))
+        for name, body in zip(log, self._objects.get_all(f"log/{n}" for n in log), strict=True):
+            if body is not None:
+                self._next = int(name)
+                self._take(body)
         self._threads = [threading.Thread(target=self._work, name="elastic", daemon=True)]
         self._threads[0].start()
         atexit.register(self.close)
 
     def report(self, report: Report) -> None:
         """Write this report from now on."""
-        self._report = report
-        if report.phase not in _LATER:
+        before, self._report = self._report, report
+        if report is not before and report.phase != _LATER:
             self._woken.set()
 
     def hear(self, seconds: float) -> Entry | None:
@@ -144,7 +159,11 @@ class Folder:
                 f"Nothing has come from {whom} in {self._elastic.timeout:g} s. It has died, or "
                 f"{self._objects.url} is slow; see Elastic(timeout=...)."
             )
-        time.sleep(self._poll)
+        time.sleep(self._pause(began))
+
+    def _pause(self, since: float) -> float:
+        """Return seconds until the next look; more, the longer nothing has come."""
+        return min(max(self._poll, (time.monotonic() - since) / 4), self._beat)
 
     def serve(self, answer: Callable[[Any], Tree]) -> str:
         """Answer what is asked in this worker's box."""
@@ -154,7 +173,10 @@ class Folder:
         return self._box
 
     def _serve(self, answer: Callable[[Any], Tree]) -> None:
-        while not self._closed.wait(self._beat):
+        while not self._closed.is_set():
+            near = time.monotonic() < self._visited + self._elastic.timeout
+            self._asked.wait(self._beat / 4 if near else 4 * self._beat)
+            self._asked.clear()
             with contextlib.suppress(OSError):
                 mail = [n for n in self._objects.names("mail") if n.startswith(f"{self._box}-")]
                 for name in sorted(f"mail/{each}" for each in mail if not each.endswith(_ANSWER)):
@@ -173,15 +195,15 @@ class Folder:
 
         def ask(tree: Tree) -> Any:
             name = f"mail/{address}-{secrets.token_hex(8)}"
-            limit = time.monotonic() + self._elastic.timeout
+            began = time.monotonic()
             self._objects.put(name, to_bytes(tree))
             while (answer := self._objects.get(name + _ANSWER)) is None:
-                if time.monotonic() > limit or self._closed.is_set():
+                if time.monotonic() > began + self._elastic.timeout or self._closed.is_set():
                     self._objects.remove([name])
                     raise TimeoutError(
                         f"the worker at {address} has not answered in {self._elastic.timeout:g} s"
                     )
-                time.sleep(self._poll)
+                time.sleep(self._pause(began))
             self._objects.remove([name + _ANSWER])
             return from_bytes(answer)
 
@@ -195,10 +217,10 @@ class Folder:
         limit = time.monotonic() + max(wait, 4 * self._beat)
         while self._sent is not self._report and time.monotonic() < limit:
             time.sleep(0.005)
-        self._closed.set()
-        self._woken.set()
-        for each in self._threads:
-            each.join(wait + 4 * self._beat)
+        for each in (self._closed, self._woken, self._asked):
+            each.set()
+        for thread in self._threads:
+            thread.join(wait + 4 * self._beat)
         self._objects.close()
         if self._roll is not None:
             self._roll.close()
@@ -212,20 +234,24 @@ class Folder:
     # ------------------------------------------------------------------ the thread's work
 
     def _work(self) -> None:
-        failed = False
+        failed, since = False, time.monotonic()
         while not self._closed.is_set():
             pause = self._beat
             try:
                 now = time.monotonic()
-                self._say(now)
-                while self._read():
-                    pass
+                news = self._say(now)
+                body = self._objects.get(f"log/{self._next:08d}")
+                if body is not None:
+                    self._take(body)
+                    news = True
                 self._see_lease(now)
                 busy = self._report is not None and self._report.phase != "training"
                 if self._desk is not None:
-                    self._desk.hear(self._report, time.monotonic())
-                    busy = self._decide() or busy or self._desk.busy
-                pause = self._poll if busy else self._beat
+                    news = self._desk.hear(self._report, time.monotonic()) or news
+                    news = self._decide() or news
+                    busy = busy or self._desk.busy
+                since = now if news else since
+                pause = self._pause(since) if busy else self._beat
                 if failed:
                     failed, self.status = False, self.status._replace(trouble="")
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -235,31 +261,29 @@ class Folder:
         with contextlib.suppress(OSError, ValueError):
             self._leave()
 
-    def _say(self, now: float) -> None:
-        """Write the report, if there is something new or a beat is due."""
+    def _say(self, now: float) -> bool:
+        """Write the report, if there is something new or a beat is due; return the former."""
         report = self._report
-        urgent = report is not self._sent and report is not None and report.phase not in _LATER
+        urgent = report is not self._sent and report is not None and report.phase != _LATER
         if report is None or not (urgent or now >= self._due):
-            return
+            return False
         self._beats += 1
         said = {"report": replace(report, beat=self._beats).in_words(), "beat": self._beat}
         self._objects.put(f"reports/{self._box}", json.dumps(said).encode())
         self._sent, self._due = report, now + self._beat
+        return urgent
 
-    def _read(self) -> bool:
-        """Read the next object of the log; return whether there was one."""
-        body = self._objects.get(f"log/{self._next:08d}")
-        if body is not None:
-            self._take([entry_of(text) for text in json.loads(body)])
-        return body is not None
-
-    def _take(self, entries: list[Entry]) -> None:
+    def _take(self, body: bytes) -> None:
+        """Read the next object of the log."""
         self._next += 1
-        for entry in entries:
+        for entry in map(entry_of, json.loads(body)):
             if isinstance(entry, Called):
                 self._called = entry
             elif isinstance(entry, Verdict):
                 self._called = None
+            elif isinstance(entry, Founded | Enter) and entry.address == self._box:
+                self._visited = time.monotonic()
+                self._asked.set()
             decided = entry.record if isinstance(entry, Verdict) else entry
             if isinstance(decided, Round | Ended):
                 self._rounds += 1
@@ -272,7 +296,7 @@ class Folder:
         """Renew the lease; or look at it, and take one over that nobody renews."""
         if now < self._lease_due:
             return
-        self._lease_due = now + _LEASE * self._beat / 4
+        self._lease_due = now + _LEASE * self._beat / 3
         body = self._objects.get("keeper")
         if self._desk is not None and body != self._lease[0]:
             self._retire("another worker has taken it over")
@@ -317,8 +341,8 @@ class Folder:
         entries = desk.keeper.tick(began)
         if not entries:
             return False
-        number, words = self._next, json.dumps([in_words(each) for each in entries])
-        if not self._objects.create(f"log/{number:08d}", words.encode()):
+        number, body = self._next, json.dumps([in_words(each) for each in entries]).encode()
+        if not self._objects.create(f"log/{number:08d}", body):
             self._retire("another worker has decided")
             return False
         # Was it away so long that its number has been decided, and removed?
@@ -327,7 +351,7 @@ class Folder:
             self._objects.remove([f"log/{number:08d}"])
             self._retire("it was away, and another worker has decided")
             return False
-        self._take(entries)
+        self._take(body)
         desk.tell(entries, began)
         return True
 
@@ -353,6 +377,9 @@ class _Desk:
         settle = _SETTLE * folder._beat
         self.keeper = Keeper(now, settle, file=folder._decided)
         self._seen = self._objects.names("reports")
+        for body in self._objects.get_all(f"reports/{name}" for name in self._seen):
+            if body is not None:
+                self.keeper.remember(Report.read(json.loads(body)["report"]), now)
         self._beats = dict.fromkeys(self._seen, folder._beat)
         self._changed = dict.fromkeys(self._seen, now)
         self._phases: dict[str, str] = {}
@@ -366,8 +393,8 @@ class _Desk:
         """Whether some worker waits for a decision."""
         return any(phase != "training" for phase in self._phases.values())
 
-    def hear(self, own: Report | None, now: float) -> None:
-        """Take the reports that have changed, and this process's own."""
+    def hear(self, own: Report | None, now: float) -> bool:
+        """Take the reports that have changed, and this process's own; return whether one has."""
         box, found = self._folder._box, self._objects.names("reports")
         changed = [name for name in found if found[name] != self._seen.get(name) and name != box]
         self._seen = found
@@ -395,6 +422,7 @@ class _Desk:
             say(sentence)
         status = self._folder.status
         self._folder.status = status._replace(awaited=self.awaited)
+        return bool(changed)
 
     def _forgotten(self, name: str, now: float) -> bool:
         return now > self._changed.setdefault(name, now) + max(60.0, 40 * self._folder._beat)

@@ -116,8 +116,13 @@ class Bucket:
         return {each["name"].rpartition("/")[2]: repr(sorted(each.items())) for each in found}
 
     def remove(self, names: Sequence[str]) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._system.rm([self._path(name) for name in names])
+        paths = [self._path(name) for name in names]
+        try:
+            self._system.rm(paths)  # in one request, where the store can
+        except FileNotFoundError:
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    self._system.rm_file(path)
 
 
 def store_at(url: str) -> Store:
@@ -174,11 +179,10 @@ class Objects:
         store: that holds them; None: the one at the URL.
 
     Attributes:
-        seconds: of a small request.
         requests, sent, received: numbers of requests and bytes.
 
     Raises:
-        ValueError: the store is not suitable, or has another secret.
+        ValueError: also from ``enter``: the store is not suitable, or has another secret.
 
     Laws, in ``tests/units/elastic/test_objects.py``:
         1. Of all who create a name, one succeeds.
@@ -192,24 +196,26 @@ class Objects:
         self._lock, self._refused = threading.Lock(), set[str]()
         self.requests = self.sent = self.received = 0
         self._pool = ThreadPoolExecutor(_AT_ONCE, "folder")
+
+    def enter(self) -> float:
+        """Make sure that the store is suitable, and this folder's; return seconds of a request."""
         try:
-            self.seconds = self.probe().seconds
-            site = self.get("site")
-            while site is None:  # whoever comes first names the folder
-                self.create("site", secrets.token_hex(16).encode())
-                site = self.get("site")
+            seconds = self.probe().seconds
+            while (site := self.get("site")) is None:  # whoever comes first names the folder
                 if "site" in self._refused:
                     raise ValueError(
-                        f"Elastic({url!r}): the folder has another secret or version, or is "
+                        f"Elastic({self.url!r}): the folder has another secret or version, or is "
                         f"damaged. Give all workers the same ones, or use a new folder."
                     )
+                self.create("site", secrets.token_hex(16).encode())
         except OSError as error:
             raise ValueError(
-                f"Elastic({url!r}): the folder cannot be used: {error}. Every worker must be able "
-                f"to write, hard-link, read, list and remove there."
+                f"Elastic({self.url!r}): the folder cannot be used: {error}. Every worker must be "
+                f"able to write, hard-link, read, list and remove there."
             ) from error
         self._place = site
         self.requests = self.sent = self.received = 0
+        return seconds
 
     def put(self, name: str, body: bytes) -> None:
         """Write an object; replace one of this name."""

@@ -648,6 +648,7 @@ class Rounds:
         judged: the attempts that this keeper has looked at.
         since: when enough workers had come or asked; NaN: they have not.
         last: number -> token, of the last round and those since.
+        before: last reports of members of the last round, which a keeper before this one has heard.
         roll: the rounds committed by this keeper.
     """
 
@@ -660,6 +661,7 @@ class Rounds:
         self.roll: list[Round] = []
         self._serial, self._term = 0, secrets.token_hex(3)
         self.last: dict[int, str] = {}
+        self.before: list[Report] = []
         self._norms: dict[int, float] = {}
         self._differing = 0
 
@@ -693,6 +695,7 @@ class Rounds:
         here = [r for r in runs if r.run == self.run]
         self._take_up([r for r in here if r.round >= max(judged, self.round - 1)])
         self.attempt = max((r.attempt for r in here if r.round == self.round), default=0)
+        here = [r for r in self.before if r.run == self.run] + here
         self.last = {_number(r): r.token for r in here}
         self._norms = {_number(r): r.norm for r in here}
 
@@ -884,12 +887,23 @@ class Keeper:
             if isinstance(last, Round):
                 self._over[last.run] += 1
                 self._next = max(self._next, 1 + max(last.members, default=-1))
+        self._members: tuple[int, ...] = ()  # of the last round
         if isinstance(last, Round):
-            self._from_file = last.run
+            self._from_file, self._members = last.run, last.members
             self.rounds.run, self.rounds.round = last.run, self._over.pop(last.run)
             verdict = Verdict(last.run, last.round, last.attempt, last)
             self.rounds.judged.add(_attempt(verdict))
             self._to_say = [verdict]
+
+    def remember(self, report: Report, now: float) -> None:
+        """Take the last report of a worker from a keeper before this one: it may have died since.
+
+        If it says nothing, the next round names its loss.
+        """
+        if report.phase == "left":
+            self.hear(report, now)
+        elif report.number in self._members:
+            self.rounds.before.append(report)
 
     def hear(self, report: Report, now: float) -> None:
         """Take a report; an old one, or a repeated one, is ignored."""

@@ -248,8 +248,10 @@ def replay(job: Job, roll: Roll) -> dict[str, Any]:
 
 def write_roll(meeting: str, secret: str, path: Path) -> None:
     """Add the rounds that the log of a folder has, and the file of the roll has not."""
-    known = _OBSERVED.setdefault(path, (Objects(meeting, secret), [0]))
-    objects, place = known
+    if path not in _OBSERVED:
+        _OBSERVED[path] = Objects(meeting, secret), [0]
+        _OBSERVED[path][0].enter()
+    objects, place = _OBSERVED[path]
     with path.open("a") as file:
         while (body := objects.get(f"log/{place[0]:08d}")) is not None:
             place[0] += 1
@@ -263,7 +265,9 @@ _OBSERVED: dict[Path, tuple[Objects, list[int]]] = {}
 
 def decider(meeting: str | None, secret: str) -> int:
     """Return the process that holds the lease of a folder; 0: none does."""
-    body = Objects(str(meeting), secret).get("keeper")
+    objects = Objects(str(meeting), secret)
+    objects.enter()
+    body = objects.get("keeper")
     return 0 if body is None else int(json.loads(body)["box"].split("-")[-2])
 
 
