@@ -237,6 +237,7 @@ READ_BY = {
     "exchange/peers.py": {"json.loads"},
     "huggingface.py": {"torch.load"},
     "elastic/rendezvous.py": {"json.loads"},
+    "elastic/folder.py": {"json.loads"},  # of objects with a valid code of the secret
     "elastic/roll.py": {"json.loads"},
     "elastic/snapshot.py": {"json.loads", "safetensors.torch.load"},
     "elastic/sockets.py": {"json.loads"},
