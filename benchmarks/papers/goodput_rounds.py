@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_gc import Roll
+from lightning_gc.elastic import roll
 from lightning_gc.elastic.roll import BEAT, Called, Do, Entry, Keeper, Member, Report, Round
-from lightning_gc.local_steps import roll
 
 TICK = 0.05  # virtual seconds
 

@@ -112,7 +112,7 @@ class Run:
         )
         self.processes: dict[str, Any] = {}
         self.gone: set[str] = set()  # killed, or told to leave
-        self.server = None if within else self._rendezvous()
+        self.server: Any = None if within else self._rendezvous()
         self._names = iter(f"w{index}" for index in range(1000))
         for _ in range(workers):
             self.join()

@@ -75,33 +75,61 @@ def test_all_hear_one_log_and_one_decides(meet: Callable[..., Folder]) -> None:
     assert sum(each._desk is not None for each in members) == 1
 
 
-def test_a_second_keeper_loses(meet: Callable[..., Folder]) -> None:
+def stopped(folder: Folder) -> Folder:
+    """Return a member that decides; the test goes on in place of its thread."""
+    folder._closed.set()
+    folder._woken.set()
+    folder._threads[0].join()
+    folder._desk = module._Desk(folder, time.monotonic())
+    return folder
+
+
+def test_a_second_keeper_loses(
+    meet: Callable[..., Folder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both believe that they hold the lease. Who writes a number of the log first has decided."""
-    one, other = meet(), meet()
-    until(lambda: one._desk is not None or other._desk is not None)
-    for each in (one, other):
-        each._hold(time.monotonic())
-        each._desk = each._desk or module._Desk(each, time.monotonic())
-    for number, each in enumerate((one, other)):
-        each.report(Report(f"token {number}"))
-    heard = [[told(each) for _ in range(2)] for each in (one, other)]
-    assert heard[0] == heard[1]
-    assert {entry.number for entry in heard[0]} == {0, 1}
-    until(lambda: (one._desk is None) != (other._desk is None))
+    members = one, other = stopped(meet()), stopped(meet())
+    number = one._next = other._next = max(one._next, other._next)
+    for place, each in enumerate(members):
+        assert each._desk is not None
+        said = [Refused("ghost", f"decided by {place}")]
+        monkeypatch.setattr(each._desk.keeper, "tick", lambda now, said=said: said)
+    assert one._decide()
+    assert not other._decide()
+    assert [vars(each)["_desk"] is None for each in members] == [False, True]
+    assert one.hear(0.0) == Refused("ghost", "decided by 0")
+    assert other.hear(0.0) is None
+    assert log(one) == [Refused("ghost", "decided by 0")]
+    assert (one._next, other._next) == (number + 1, number)  # the latter reads it next
+
+
+def test_a_store_that_fails_for_a_while_only_costs_time(
+    meet: Callable[..., Folder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the disk were full, or the folder read-only."""
+    member = meet()
+    until(lambda: member._desk is not None)
+
+    def full(name: str, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        for name in ("put", "create"):
+            patch.setattr(member._objects._store, name, full)
+        member.report(Report("token"))
+        until(lambda: "No space left on device" in member.status.trouble)
+        assert member.hear(0.5) is None
+    assert told(member) == Numbered("token", 0)
+    until(lambda: not member.status.trouble)
 
 
 def test_a_keeper_that_was_away_longer_than_the_log_is_kept_decides_nothing(
     meet: Callable[..., Folder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its number is free again, because the log's old objects were removed."""
-    keeper = meet()
-    until(lambda: keeper._desk is not None)
-    keeper._closed.set()  # its thread stops; the test goes on in its place
-    keeper._woken.set()
-    keeper._threads[0].join()
+    keeper = stopped(meet())
     objects, entry = keeper._objects, [Refused("ghost", "it was away")]
     objects.put("log/00000300", json.dumps([in_words(each) for each in entry]).encode())
-    keeper._desk = module._Desk(keeper, time.monotonic())
     create = objects.create
 
     def late(name: str, body: bytes) -> bool:
@@ -109,9 +137,10 @@ def test_a_keeper_that_was_away_longer_than_the_log_is_kept_decides_nothing(
         return create(name, body)
 
     monkeypatch.setattr(objects, "create", late)
+    assert keeper._desk is not None
     monkeypatch.setattr(keeper._desk.keeper, "tick", lambda now: entry)
     assert not keeper._decide()
-    assert keeper._desk is None
+    assert vars(keeper)["_desk"] is None
     assert [*objects.names("log")] == ["00000300"]
     assert keeper.hear(0.0) is None
 

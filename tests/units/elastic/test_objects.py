@@ -136,7 +136,7 @@ def test_a_store_that_loses_a_race_is_refused(store: Store) -> None:
 def test_a_system_that_only_looks_before_it_writes_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Looks(AbstractFileSystem):
+    class Looks(AbstractFileSystem):  # type: ignore[misc]
         pass
 
     monkeypatch.setattr(module, "url_to_fs", lambda url, **_: (Looks(), "run"))
