@@ -189,6 +189,12 @@ def parameters_of(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {each.name: each for each in _taken(method)[1:]}
 
 
+def left_out(method: Callable[..., Any]) -> Collection[str]:
+    """Return names of fields that a method leaves out, though it takes the others."""
+    but: Collection[str] = getattr(method, "takes", ((), ()))[1]
+    return but
+
+
 class Settings(metaclass=CheckedCalls):
     """Check ``float``, ``int`` and optional numeric fields before the subclass's own checks.
 

@@ -18,7 +18,7 @@ from lightning_gc.checkpoint.side_file_store import KeptFields
 from lightning_gc.compressors import COMPRESSORS, Compressor
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.notices import say
-from lightning_gc.core.settings import parameters_of, unknown_argument
+from lightning_gc.core.settings import left_out, parameters_of, unknown_argument
 from lightning_gc.exchange.bucketing import RECORDED, WRITTEN, cap_on_cuda, caps, layout
 from lightning_gc.exchange.compression import CompressionFields
 from lightning_gc.exchange.validation import check_timeout
@@ -185,8 +185,9 @@ def refuse_unknown(
         takes_the_rest: what gets those that no base takes.
     """
     check_timeout(strategy.__name__, given.get("timeout"))
-    every = [name for each in (*_makers(strategy), *takes_the_rest) for name in _arguments(each)]
-    known = [name for name in every if name not in strategy.__init__.takes[1]]  # type: ignore[misc]
+    makers = (*_makers(strategy), *takes_the_rest)
+    left = {name for each in makers for name in left_out(each)}
+    known = [name for each in makers for name in _arguments(each) if name not in left]
     for name, value in given.items():
         if name not in known:
             field = _of_compressor(compressor, name, value)

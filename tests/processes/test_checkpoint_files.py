@@ -311,7 +311,7 @@ def test_a_damaged_side_file_stops_all_workers(tmp_path: Path) -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="state='some': use 'full', 'mean' or 'off'"):
+    with pytest.raises(ValueError, match=r"state='some'\): use 'full', 'mean' or 'off'"):
         CompressedDDPStrategy(TopK(), state="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="state_dtype='int8'"):
         CompressedDDPStrategy(TopK(), state_dtype="int8")  # type: ignore[arg-type]
