@@ -17,7 +17,7 @@ class AllGather(Scheme):
 
     Communication pattern:
         One all-gather: ``(W−1)`` times the payload's bytes per worker, growing with W. Ragged
-        payloads first send their lengths, 8 bytes per tensor, and are padded to the longest.
+        payloads first send their lengths, 8 bytes per tensor. Each keeps its length, in a ring.
 
     Example:
         >>> from lightning_gc import AllGather

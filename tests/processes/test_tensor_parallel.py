@@ -39,7 +39,7 @@ from tests.support.tensor_parallel import COPIED, Net, Parallel, fit_parallel
 
 pytestmark = [pytest.mark.processes, needs_four]
 Found = list[dict[str, Any]]
-STEPS, FEW = 8, 4
+STEPS, FEW = 20, 4
 TOPK = PerParameter(TopK(0.05))
 WAYS: dict[str, Any] = {
     "hsdp": lambda size: hsdp(Identity(), 2, tensor_parallel_size=size),
