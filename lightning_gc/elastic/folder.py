@@ -254,11 +254,11 @@ class Folder:
                 pause = self._pause(since) if busy else self._beat
                 if failed:
                     failed, self.status = False, self.status._replace(trouble="")
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
                 failed, self.status = True, self.status._replace(trouble=str(error))
             self._woken.wait(min(pause, max(0.0, self._due - time.monotonic())))
             self._woken.clear()
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
             self._leave()
 
     def _say(self, now: float) -> bool:
