@@ -184,7 +184,7 @@ class Folder:
                     self._objects.remove([name])
                     try:
                         made = to_bytes(answer(from_bytes(question or b"")))
-                    except ValueError as error:
+                    except Exception as error:  # this thread answers others, too
                         _log.warning("A question was not answered: %s", error)
                         made = b""
                     self._objects.put(name + _ANSWER, made)
@@ -256,6 +256,7 @@ class Folder:
                     failed, self.status = False, self.status._replace(trouble="")
             except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
                 failed, self.status = True, self.status._replace(trouble=str(error))
+                self._due = time.monotonic() + self._beat
             self._woken.wait(min(pause, max(0.0, self._due - time.monotonic())))
             self._woken.clear()
         with contextlib.suppress(OSError, RuntimeError, ValueError):
