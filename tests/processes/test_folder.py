@@ -110,4 +110,4 @@ def test_a_leaver_hands_its_error_over(tmp_path: Path) -> None:
 def test_random_faults(seed: int) -> None:
     """Also the worker that decides is killed."""
     seen = Run(seed, rounds=40, workers=3, within="{}").play(faults=4)
-    assert not seen.problems
+    assert seen.problems == []

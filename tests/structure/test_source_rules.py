@@ -214,6 +214,7 @@ READ_BY = {
     "controllers/trace.py": {"json.loads"},
     "exchange/peers.py": {"json.loads"},
     "huggingface.py": {"torch.load"},
+    "elastic/folder.py": {"json.loads"},
     "elastic/rendezvous.py": {"json.loads"},
     "elastic/roll.py": {"json.loads"},
     "elastic/snapshot.py": {"json.loads", "safetensors.torch.load"},
