@@ -52,6 +52,7 @@ from lightning_gc.elastic.roll import (
     Report,
     Round,
     Verdict,
+    attempt_of,
     entry_of,
     in_words,
 )
@@ -281,7 +282,10 @@ class Folder:
             if isinstance(entry, Called):
                 self._called = entry
             elif isinstance(entry, Verdict):
-                self._called = None
+                # A new keeper says the last verdict again, while members may be in a later attempt.
+                called = self._called
+                if called is not None and attempt_of(entry) == attempt_of(called):
+                    self._called = None
             elif isinstance(entry, Founded | Enter) and entry.address == self._box:
                 self._visited = time.monotonic()
                 self._asked.set()
