@@ -395,7 +395,7 @@ class _Desk:
     @property
     def busy(self) -> bool:
         """Whether some worker waits for a decision."""
-        return any(phase != "training" for phase in self._phases.values())
+        return not {"training", "left"}.issuperset(self._phases.values())
 
     def hear(self, own: Report | None, now: float) -> bool:
         """Take the reports that have changed, and this process's own; return whether one has."""
@@ -405,6 +405,7 @@ class _Desk:
         reports = self._objects.get_all(f"reports/{name}" for name in changed)
         for name, body in zip(changed, reports, strict=True):
             if body is None:
+                del found[name]  # looked at again: a listing may be ahead of its object
                 continue
             said = json.loads(body)
             report = Report.read(said["report"])
