@@ -52,6 +52,7 @@ from lightning_gc.elastic.roll import (
     Report,
     Round,
     Verdict,
+    attempt_of,
     entry_of,
     in_words,
 )
@@ -184,7 +185,7 @@ class Folder:
                     self._objects.remove([name])
                     try:
                         made = to_bytes(answer(from_bytes(question or b"")))
-                    except ValueError as error:
+                    except Exception as error:  # this thread answers others, too
                         _log.warning("A question was not answered: %s", error)
                         made = b""
                     self._objects.put(name + _ANSWER, made)
@@ -195,14 +196,13 @@ class Folder:
 
         def ask(tree: Tree) -> Any:
             name = f"mail/{address}-{secrets.token_hex(8)}"
-            began = time.monotonic()
+            # It answers after an exchange that it is in, which may take as long as one wait.
+            began, limit = time.monotonic(), 2 * self._elastic.timeout
             self._objects.put(name, to_bytes(tree))
             while (answer := self._objects.get(name + _ANSWER)) is None:
-                if time.monotonic() > began + self._elastic.timeout or self._closed.is_set():
+                if time.monotonic() > began + limit or self._closed.is_set():
                     self._objects.remove([name])
-                    raise TimeoutError(
-                        f"the worker at {address} has not answered in {self._elastic.timeout:g} s"
-                    )
+                    raise TimeoutError(f"the worker at {address} has not answered in {limit:g} s")
                 time.sleep(self._pause(began))
             self._objects.remove([name + _ANSWER])
             return from_bytes(answer)
@@ -254,11 +254,12 @@ class Folder:
                 pause = self._pause(since) if busy else self._beat
                 if failed:
                     failed, self.status = False, self.status._replace(trouble="")
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
                 failed, self.status = True, self.status._replace(trouble=str(error))
+                self._due = time.monotonic() + self._beat
             self._woken.wait(min(pause, max(0.0, self._due - time.monotonic())))
             self._woken.clear()
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
             self._leave()
 
     def _say(self, now: float) -> bool:
@@ -280,7 +281,10 @@ class Folder:
             if isinstance(entry, Called):
                 self._called = entry
             elif isinstance(entry, Verdict):
-                self._called = None
+                # A new keeper says the last verdict again, while members may be in a later attempt.
+                called = self._called
+                if called is not None and attempt_of(entry) == attempt_of(called):
+                    self._called = None
             elif isinstance(entry, Founded | Enter) and entry.address == self._box:
                 self._visited = time.monotonic()
                 self._asked.set()
@@ -391,7 +395,7 @@ class _Desk:
     @property
     def busy(self) -> bool:
         """Whether some worker waits for a decision."""
-        return any(phase != "training" for phase in self._phases.values())
+        return not {"training", "left"}.issuperset(self._phases.values())
 
     def hear(self, own: Report | None, now: float) -> bool:
         """Take the reports that have changed, and this process's own; return whether one has."""
@@ -401,6 +405,7 @@ class _Desk:
         reports = self._objects.get_all(f"reports/{name}" for name in changed)
         for name, body in zip(changed, reports, strict=True):
             if body is None:
+                del found[name]  # looked at again: a listing may be ahead of its object
                 continue
             said = json.loads(body)
             report = Report.read(said["report"])

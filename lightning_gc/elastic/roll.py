@@ -708,7 +708,7 @@ class Rounds:
     def keeps_up(self, member: Report) -> bool:
         """Return whether a member is in this round, or has yet to read how its last one ended."""
         exchanging = member.phase in ("running", "done", "failed")
-        judged = _attempt(member) in self.judged
+        judged = attempt_of(member) in self.judged
         return member.round >= self.round or (exchanging and judged)
 
     def is_current(self, report: Report, mark: str) -> bool:
@@ -731,7 +731,7 @@ class Rounds:
     def _take_up(self, members: Sequence[Report]) -> None:
         """Judge the last attempt that members are in, if only a keeper before this one knew it."""
         under_way = [r for r in members if r.phase in ("running", "done", "failed")]
-        under_way = [r for r in under_way if _attempt(r) not in self.judged]
+        under_way = [r for r in under_way if attempt_of(r) not in self.judged]
         if under_way:
             last = max(under_way, key=lambda r: (r.round, r.attempt))
             self.round = last.round
@@ -773,7 +773,7 @@ class Rounds:
         """Commit the attempt, or end it, as soon as that is known."""
         called = self.called
         assert called is not None
-        self.judged.add(_attempt(called))
+        self.judged.add(attempt_of(called))
         by_number = {_number(r): r for r in self.members()}
         here = [by_number.get(number) for number in called.members]
         known = [r for r in here if r is not None]
@@ -892,7 +892,7 @@ class Keeper:
             self._from_file, self._members = last.run, last.members
             self.rounds.run, self.rounds.round = last.run, self._over.pop(last.run)
             verdict = Verdict(last.run, last.round, last.attempt, last)
-            self.rounds.judged.add(_attempt(verdict))
+            self.rounds.judged.add(attempt_of(verdict))
             self._to_say = [verdict]
 
     def remember(self, report: Report, now: float) -> None:
@@ -1048,7 +1048,7 @@ class Keeper:
         donor = donors[0]
         late = [r for r in inside if r.phase == "asking" and not rounds.is_current(r, mark)]
         ended = [r for r in inside if r.phase in ("done", "failed") and r.round != rounds.round]
-        late += [r for r in ended if _attempt(r) not in rounds.judged]
+        late += [r for r in ended if attempt_of(r) not in rounds.judged]
         late += [r for r in self.rounds.living() if r.phase == "entering" and r.number is not None]
         for report in members:
             process = self.rounds.heard[report.token]
@@ -1154,5 +1154,6 @@ def _number(report: Report) -> int:
     return report.number
 
 
-def _attempt(each: Report | Called | Verdict) -> tuple[str, int, int]:
+def attempt_of(each: Report | Called | Verdict) -> tuple[str, int, int]:
+    """Return the run, the round and the attempt that a report or an entry is about."""
     return each.run, each.round, each.attempt

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from fsspec import available_protocols
+from fsspec.registry import known_implementations, registry
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Budget, Controller
@@ -156,7 +156,7 @@ class Elastic(Settings):
 
     def _check_folder(self) -> None:
         scheme, found, _ = str(self.rendezvous).partition("://")
-        if found and scheme not in available_protocols():
+        if found and scheme not in {*known_implementations, *registry}:
             raise ValueError(
                 f"Elastic(rendezvous={self.rendezvous!r}): fsspec does not know {scheme}://. Give "
                 f"host and port without a scheme, such as '10.0.0.1:29400', a path, or a URL of "

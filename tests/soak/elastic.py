@@ -92,7 +92,7 @@ class Run:
         self.roll = self.folder / "roll.jsonl"
         self.meeting = None if within is None else within.format(self.folder / "meeting")
         self.job = Job(
-            self.meeting or self._held.getsockname()[1],
+            self._held.getsockname()[1],
             str(self.folder),
             steps=4 * rounds,
             every=4,
@@ -102,6 +102,7 @@ class Run:
             outer=self.draw.choice((0.0, 0.6)),
             seed=seed,
             island=island,
+            meeting=self.meeting,
             elastic={
                 "secret": "soak",
                 "roll": None if within else str(self.roll),

@@ -236,6 +236,7 @@ READ_BY = {
     "controllers/trace.py": {"json.loads"},
     "exchange/peers.py": {"json.loads"},
     "huggingface.py": {"torch.load"},
+    "elastic/folder.py": {"json.loads"},
     "elastic/rendezvous.py": {"json.loads"},
     "elastic/folder.py": {"json.loads"},  # of objects with a valid code of the secret
     "elastic/roll.py": {"json.loads"},

@@ -37,7 +37,7 @@ class Job:
     """How a worker trains; equal for all workers of a run.
 
     Attributes:
-        port: of the rendezvous, or the folder where they meet.
+        port: of the rendezvous.
         folder: for what workers leave.
         steps: optimizer steps.
         every: H.
@@ -49,10 +49,11 @@ class Job:
         checkpoint: after so many steps a checkpoint is written; 0: none.
         holds: after so many steps a worker waits until its ``<name>.go`` exists; 0: never.
         island: processes of each worker.
+        meeting: URL of the folder where they meet, in place of a rendezvous.
         elastic: further settings of ``Elastic``.
     """
 
-    port: int | str
+    port: int
     folder: str
     steps: int = 40
     every: int = 4
@@ -66,6 +67,7 @@ class Job:
     checkpoint: int = 0
     holds: int = 0
     island: int = 1
+    meeting: str | None = None
     elastic: dict[str, Any] = field(default_factory=dict)
 
     def parts(self) -> dict[str, Any]:
@@ -169,7 +171,7 @@ def train(
         format="%(asctime)s %(message)s",
     )
     terms = {"grace": 1.0, "timeout": 4.0, "patience": 60.0} | job.elastic
-    where = job.port if isinstance(job.port, str) else f"127.0.0.1:{job.port}"
+    where = job.meeting or f"127.0.0.1:{job.port}"
     elastic = Elastic(where, **terms)
     made = (
         by_loop(job, name, elastic, resume)

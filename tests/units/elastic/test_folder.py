@@ -18,7 +18,18 @@ from lightning_gc.core.digest import ReplicaError
 from lightning_gc.elastic import folder as module
 from lightning_gc.elastic.folder import Folder
 from lightning_gc.elastic.objects import Objects
-from lightning_gc.elastic.roll import Called, Numbered, Refused, Report, Terms, entry_of, in_words
+from lightning_gc.elastic.roll import (
+    Called,
+    Entry,
+    Numbered,
+    Refused,
+    Report,
+    Round,
+    Terms,
+    Verdict,
+    entry_of,
+    in_words,
+)
 from lightning_gc.transports.peer_error import PeerError
 from lightning_gc.transports.simulated import Simulated
 
@@ -101,6 +112,20 @@ def test_a_second_keeper_loses(
     assert other.hear(0.0) is None
     assert log(one) == [Refused("ghost", "decided by 0")]
     assert (one._next, other._next) == (number + 1, number)  # the latter reads it next
+
+
+def test_a_verdict_that_is_said_again_ends_no_later_attempt(meet: Callable[..., Folder]) -> None:
+    """A keeper that takes over says the last one again."""
+    member = stopped(meet())
+    entries: list[Entry] = [
+        Called("run", 3, 0, (0, 1), "g"),
+        Verdict("run", 2, 0, Round(2, (0, 1), run="run")),
+    ]
+    for each in entries:
+        member._take(json.dumps([in_words(each)]).encode())
+    assert member._called == entries[0]
+    member._take(json.dumps([in_words(Verdict("run", 3, 0, None, "a peer is lost"))]).encode())
+    assert member._called is None
 
 
 def test_a_store_that_fails_for_a_while_only_costs_time(
