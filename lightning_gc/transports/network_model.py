@@ -112,8 +112,8 @@ class NetworkModel(Settings):
                 refuse("NetworkModel", rule, latencies_us={kind: latency})
         steps = [step for step, _ in self.schedule]
         pairs = [_both(given) for _, given in self.schedule]
-        known = all(len(pair) == 2 and all(0 < rate < math.inf for rate in pair) for pair in pairs)
-        if steps != sorted(set(steps)) or not known:
+        valid = all(len(pair) == 2 and all(0 < rate < math.inf for rate in pair) for pair in pairs)
+        if steps != sorted(set(steps)) or not valid:
             rule = "give pairs of a step and 10⁹ bits/s above 0, in ascending order of steps"
             refuse("NetworkModel", rule, schedule=self.schedule)
 
