@@ -180,7 +180,10 @@ def _entries(arguments: str) -> dict[str, str]:
 def parted(keywords: Mapping[str, object], *settings: type) -> list[dict[str, Any]]:
     """Return the keywords that are fields of each of ``settings``, and the others at last."""
     left = dict(keywords)
-    names = [[f.name for f in dataclasses.fields(cls) if f.name in keywords] for cls in settings]
+    names = [
+        [f.name for f in dataclasses.fields(cls) if f.repr and f.name in keywords]
+        for cls in settings  # a hidden field is no argument
+    ]
     return [*({name: left.pop(name) for name in each} for each in names), left]
 
 

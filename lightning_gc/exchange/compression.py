@@ -148,9 +148,15 @@ class Configuration:
             for entry in choices_of(self.compressor)
         )
 
+    @property
+    def schemes(self) -> list[Scheme]:
+        """The scheme, or those of a menu's choices; none for own communication."""
+        found = (self.scheme or default_scheme(each) for each in choices_of(self.compressor))
+        return [scheme for scheme in found if scheme is not None]
+
     def neighbours(self, workers: int) -> int:
-        """Return how many consecutive workers are a node, as the scheme knows them."""
-        return 1 if self.scheme is None else self.scheme.neighbours(workers)
+        """Return how many consecutive workers are a node: the most of all schemes."""
+        return max((scheme.neighbours(workers) for scheme in self.schemes), default=1)
 
     def in_words(self) -> dict[str, str]:
         """Return ``{name: repr}`` of the settings."""

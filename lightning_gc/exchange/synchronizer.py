@@ -152,10 +152,9 @@ class Synchronizer(Single):
         workers.start([self._recording], revocable=revocable)
         workers.run, hosts = _acquainted(workers.run, shared, device)
         workers.on_this_machine = hosts.count(hosts[shared.worker])
-        scheme = configuration.scheme
-        misplaced = None if scheme is None else scheme.misplaced(hosts)
-        if misplaced and dist.get_rank(self._group) == 0:
-            warnings.warn(misplaced, stacklevel=3)
+        for misplaced in filter(None, (each.misplaced(hosts) for each in configuration.schemes)):
+            if dist.get_rank(self._group) == 0:
+                warnings.warn(misplaced, stacklevel=3)
 
     def hook(self, state, bucket):  # type: ignore[no-untyped-def]
         """Synchronise a bucket: the communication hook; untyped, as DDP inspects annotations."""

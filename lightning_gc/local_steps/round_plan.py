@@ -376,9 +376,11 @@ class RoundPlan:
         if isinstance(island, bool) or not isinstance(island, int) or island < 1:
             why = "give the number of processes that train as one worker, 1 or more; use the"
             refuse(self.owner, f"{why} number of devices of a node", island=island)
-        given: Any = self.unequal
-        if given is not None and not isinstance(given, Unequal):
-            refuse(self.owner, "give an instance, such as Unequal()", unequal=given)
+        given: Any
+        for name, cls in (("outer", OuterSGD), ("moments", InnerMoments), ("unequal", Unequal)):
+            given = getattr(self, name)
+            if not isinstance(given, cls) and (given is not None or name == "outer"):
+                refuse(self.owner, f"give an instance, such as {cls.__name__}()", **{name: given})
         self._check_buffers()
         given = self.elastic
         if given is not None and not isinstance(given, Elastic):

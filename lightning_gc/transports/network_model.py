@@ -111,8 +111,9 @@ class NetworkModel(Settings):
                 rule = f"kinds are {', '.join(KINDS)}, and a latency is 0 microseconds or more"
                 refuse("NetworkModel", rule, latencies_us={kind: latency})
         steps = [step for step, _ in self.schedule]
-        rates = [rate for _, given in self.schedule for rate in _both(given)]
-        if steps != sorted(set(steps)) or not all(0 < rate < math.inf for rate in rates):
+        pairs = [_both(given) for _, given in self.schedule]
+        valid = all(len(pair) == 2 and all(0 < rate < math.inf for rate in pair) for pair in pairs)
+        if steps != sorted(set(steps)) or not valid:
             rule = "give pairs of a step and 10⁹ bits/s above 0, in ascending order of steps"
             refuse("NetworkModel", rule, schedule=self.schedule)
 

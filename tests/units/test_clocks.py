@@ -380,6 +380,7 @@ def test_the_clock_of_a_simulation_knows_the_direction() -> None:
         ({"latencies_us": {"Mean": -1.0}}, "0 microseconds or more"),
         ({"schedule": ((5, 1.0), (3, 1.0))}, "in ascending order"),
         ({"schedule": ((5, 0.0),)}, "above 0"),
+        ({"schedule": ((5, (1.0, 2.0, 3.0)),)}, "above 0"),
     ],
 )
 def test_networks_that_cannot_be(settings: Any, what: str) -> None:

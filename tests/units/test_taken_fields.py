@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_gc
 from lightning_gc.checkpoint.side_file_store import Kept, KeptFields
+from lightning_gc.core.settings import parted
 from lightning_gc.exchange.compression import Compression, CompressionFields
 from lightning_gc.local_steps import RoundFields, RoundPlan
 
@@ -90,6 +91,13 @@ def test_every_way_in_takes_them(name: str) -> None:
 
 
 OWN = {("CompressedFSDPStrategy", "compressor"), ("CompressedFSDPStrategy", "scheme")}
+
+
+def test_hidden_fields_are_no_arguments() -> None:
+    given = {"every": 4, "owner": "mine"}
+    assert parted(given, RoundPlan) == [{"every": 4}, {"owner": "mine"}]
+    with pytest.raises(ValueError, match=r"owner=\.\.\.\): unknown argument"):
+        lightning_gc.SimulatedLocalStepsStrategy("qsgd", workers=2, owner="mine")  # type: ignore[call-arg]
 
 
 def test_a_description_of_the_class_replaces_that_of_the_field() -> None:

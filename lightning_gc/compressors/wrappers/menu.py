@@ -120,7 +120,11 @@ class Menu(Compressor):
             _check(name, compressor)
         if self.choice is None:
             object.__setattr__(self, "choice", next(iter(given)))
-        own = dict(self.schemes)
+        named: Any = self.schemes
+        if isinstance(named, str):
+            why = "give the scheme of each choice, such as {'topk': 'two_shot'}; for one scheme of "
+            refuse("Menu", f"{why}all, give the strategy scheme=...", schemes=named)
+        own = dict(named)
         object.__setattr__(self, "schemes", tuple(own.items()))  # hashable
         for field, name in (("choice", self._name), *(("schemes", each) for each in own)):
             if name not in given:

@@ -15,9 +15,12 @@ from lightning_gc import (
     AllReduce,
     Cast,
     CompressedDDPStrategy,
+    Elastic,
     ErrorFeedback,
     HardThreshold,
+    Hierarchical,
     Identity,
+    LocalStepsStrategy,
     Menu,
     NoMemory,
     PerParameter,
@@ -27,6 +30,7 @@ from lightning_gc import (
     TwoShot,
     VarianceCriterion,
 )
+from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.controllers import (
     Accordion,
@@ -37,6 +41,7 @@ from lightning_gc.controllers import (
 )
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.engine.engine import compressor_state
+from lightning_gc.exchange import Compression
 from lightning_gc.schemes import Scheme
 from lightning_gc.testing import Lockstep
 
@@ -253,6 +258,15 @@ def test_a_choice_may_have_a_scheme_of_its_own(given: str | Scheme) -> None:
             assert all(torch.equal(found.mean[key], wanted.mean[key]) for key in SHAPES)
 
 
+def test_the_nodes_of_a_choices_scheme_are_the_menus() -> None:
+    """So bytes within a node are counted apart, and elastic workers cannot have one."""
+    each: dict[str, Compressor] = {"qsgd": QSGD(4), "topk": TopK(0.05)}
+    for menu, near in ((Menu(each), 1), (Menu(each, schemes={"topk": Hierarchical(2)}), 2)):
+        assert Compression(menu).configured("here").neighbours(4) == near
+    with pytest.raises(ValueError, match="its nodes need a fixed number of workers"):
+        LocalStepsStrategy(menu, elastic=Elastic("10.0.0.1:29400"))
+
+
 @pytest.mark.parametrize(
     ("common", "other", "scheme"),
     [
@@ -281,6 +295,7 @@ REFUSED = {
         lambda: combine(by_default(Menu(ALL, schemes={"topk": "all_reduce"}))),
         "not linear",
     ),
+    "one scheme": (lambda: Menu(ALL, schemes="two_shot"), "for one scheme of all, give the strat"),  # type: ignore[arg-type]
     "no scheme": (
         lambda: combine(by_default(Menu(ALL, schemes={"topk": "two_shots"}))),
         "did you mean 'two_shot'",
