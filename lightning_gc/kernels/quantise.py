@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,40 +12,11 @@ from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
 from lightning_gc.kernels.dispatch import compiled, table_for
-from lightning_gc.kernels.shards import Layout, ShardTable
+from lightning_gc.kernels.shards import LevelTable
 
 _PIECE = 1 << 16  # elements, about
 Check = Callable[[Tensor, int, Tensor], Tensor]
 Noise = Tensor | torch.Generator | np.random.SFC64 | None
-
-
-class LevelTable(ShardTable):
-    """Encodes and decodes parts of a bucket, or W shards of each, in levels of their norms.
-
-    Args:
-        parts, shards: as for ``kernels.shards.Layout``.
-        bits: of a code.
-        block_size: elements that share a norm.
-        nearest: whether elements are rounded to the nearest level, or at random.
-        device: of the bucket.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[tuple[str, int, int, int]],
-        bits: int,
-        block_size: int,
-        nearest: bool,
-        device: torch.device,
-        shards: int = 1,
-    ) -> None:
-        layout = Layout(parts, bits, block_size, shards)
-        super().__init__(layout, layout.blocks)
-        self.bits, self.block_size, self.nearest, self.device = bits, block_size, nearest, device
-
-    @abc.abstractmethod
-    def quantise(self, buffer: Tensor, norms: Tensor, noise: torch.Generator | None) -> Tensor:
-        """Do as the function of this name, for the only part."""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -200,3 +200,32 @@ class ShardTable(abc.ABC):
         if pending is None or count > 1:
             return reserve_all(self.fields, buffer.device, count)
         return [pending.reserve(self.fields)]
+
+
+class LevelTable(ShardTable):
+    """Encodes and decodes parts of a bucket, or W shards of each, in levels of their norms.
+
+    Args:
+        parts, shards: as for ``Layout``.
+        bits: of a code.
+        block_size: elements that share a norm.
+        nearest: whether elements are rounded to the nearest level, or at random.
+        device: of the bucket.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, int, int, int]],
+        bits: int,
+        block_size: int,
+        nearest: bool,
+        device: torch.device,
+        shards: int = 1,
+    ) -> None:
+        layout = Layout(parts, bits, block_size, shards)
+        super().__init__(layout, layout.blocks)
+        self.bits, self.block_size, self.nearest, self.device = bits, block_size, nearest, device
+
+    @abc.abstractmethod
+    def quantise(self, buffer: Tensor, norms: Tensor, noise: torch.Generator | None) -> Tensor:
+        """Do as ``kernels.quantise.quantise``, for the only part."""

@@ -32,7 +32,7 @@ from lightning_gc.kernels.gpu.shards import (
     target,
     tile_of,
 )
-from lightning_gc.kernels.quantise import LevelTable
+from lightning_gc.kernels.shards import LevelTable
 
 TILE = 2048
 """Elements of a part that one program converts."""
@@ -309,7 +309,7 @@ def average_tiles(
 
 
 class Table(LevelTable):
-    """Encodes and decodes parts of a bucket; see ``kernels.quantise.LevelTable``.
+    """Encodes and decodes parts of a bucket; see ``kernels.shards.LevelTable``.
 
     Philox-4×32-10 draws the numbers: element i of a shard gets word ``i mod 4`` of counter
     ``(i // 4, step, 0, 0)``, under a key of worker, phase and name.

@@ -31,7 +31,7 @@ from lightning_gc.kernels.host.segments import (
     times,
     weights,
 )
-from lightning_gc.kernels.quantise import LevelTable
+from lightning_gc.kernels.shards import LevelTable
 
 _NONE = np.zeros(1, np.bool_)
 CHUNK = 2048  # elements whose codes and random numbers lie in the first cache
