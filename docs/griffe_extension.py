@@ -37,8 +37,8 @@ class HouseStyle(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Complete docstrings that the classes themselves complete, or declare a part of.
 
-        Of compressors error bound and wire format, inherited ones too; of what takes the fields of
-        a frozen value, the fields.
+        A compressor shows its error bound and wire format, also inherited ones. A class or
+        function that takes the fields of a frozen value shows the fields.
         """
         for module in ("lightning", "attachment"):
             self._describe_fields(pkg.members.get(module))

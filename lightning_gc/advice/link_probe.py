@@ -28,7 +28,7 @@ FEWEST = 5
 def probe(
     transport: Distributed, device: torch.device, kinds: Sequence[str] = KINDS
 ) -> dict[str, list[ExchangeRecord]]:
-    """Time these kinds of requests; return those of the slowest worker by kind, on all workers.
+    """Time these kinds of requests; return the slowest worker's by kind, on all workers.
 
     Communication pattern:
         Three to six requests of each kind and size. Before and after each request, an all-gather

@@ -107,7 +107,7 @@ _SCHEDULED = "_wrapped_by_lr_sched"
 
 
 class LoopFields(CompressionFields, RoundFields, total=False):
-    """What ``LocalSteps`` takes by name, for type checkers."""
+    """Arguments of ``LocalSteps`` that are given by name, for type checkers."""
 
 
 _WAY = WayIn(

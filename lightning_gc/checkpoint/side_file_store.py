@@ -70,7 +70,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Kept:
-    """What checkpoints keep of errors. Strategies take these fields as arguments.
+    """Settings of the errors in checkpoints. Strategies take these fields as arguments.
 
     Args:
         state: errors in checkpoints. ``"full"``: every worker's, each in its own file in the folder

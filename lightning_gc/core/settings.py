@@ -127,7 +127,7 @@ def takes_fields(*settings: type, but: Collection[str] = ()) -> Callable[[Taker]
         function: Any = taker.__init__ if isinstance(taker, type) else taker  # type: ignore[misc]
         function.takes, signature = (settings, but), inspect.signature(function)
         *parameters, keywords = _taken(function, but_objects=True)
-        # Of a TypedDict LightningCLI takes the names, and does not look where other keywords go.
+        # LightningCLI takes a TypedDict's names, and does not look where other keywords go.
         keywords = keywords.replace(annotation=Any)
         function.__signature__ = signature.replace(parameters=[*parameters, keywords])
         taker.__doc__ = _described(taker.__doc__ or "", settings, but)

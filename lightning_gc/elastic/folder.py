@@ -371,7 +371,7 @@ class Folder:
 
 
 class _Desk:
-    """What a process keeps while it holds the lease.
+    """State of a process while it holds the lease.
 
     Reports that were there before it began count once they change: who has died says nothing new.
     """
@@ -470,7 +470,7 @@ class _Round(Transport):
         self._phase = 0
 
     def fulfil(self, request: Request) -> Reply:
-        """Write this worker's tensors, read those of the others, and compute the reply."""
+        """Write this worker's tensors, read the others', and compute the reply."""
         place = f"{self._group}-{self._phase}"
         self._phase += 1
         rows = request.payloads if isinstance(request, Exchange) else (request.tensors,)

@@ -1,4 +1,4 @@
-"""Membership: a worker among the others, over whatever carries reports, log and snapshots."""
+"""Membership: a worker among the others, over a carrier of reports, log and snapshots."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Ask = Callable[[Tree], Any]
 
 
 class Status(NamedTuple):
-    """What a carrier knows of the keeper.
+    """State of the keeper, as a carrier knows it.
 
     Attributes:
         trouble: why the keeper is not there, or does not listen; empty if it does.
@@ -185,7 +185,7 @@ class Membership:
 
     @property
     def carrier(self) -> Carrier:
-        """What carries the run, on rank 0."""
+        """The carrier of the run, on rank 0."""
         assert self._carrier is not None
         return self._carrier
 

@@ -30,22 +30,22 @@ _AT_ONCE = 16
 
 
 class Store(Protocol):
-    """What holds objects, by name. Errors of any class mean that it could not be done now."""
+    """Holds objects by name. Errors of any class mean that it could not be done now."""
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, completely or not at all; replace the one of this name."""
 
     def create(self, name: str, data: bytes) -> None:
-        """Write an object, completely or not at all; FileExistsError if there is one."""
+        """Write an object, completely or not at all; FileExistsError if the name is taken."""
 
     def get(self, name: str) -> bytes:
-        """Return an object; FileNotFoundError if there is none."""
+        """Return an object; FileNotFoundError if it is missing."""
 
     def names(self, folder: str) -> dict[str, str]:
         """Return names in a folder, and texts that differ when their objects have changed."""
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove objects; one that is missing is no error."""
+        """Remove objects, except missing ones."""
 
 
 class Disk:
@@ -92,7 +92,7 @@ class Disk:
 
 
 class Bucket:
-    """A store of fsspec that can create an object only if there is none: a conditional put."""
+    """A store of fsspec with a conditional put: it refuses to create an object twice."""
 
     def __init__(self, system: AbstractFileSystem, root: str) -> None:
         self._system, self._root = system, root.rstrip("/")
@@ -157,7 +157,7 @@ def _no_create(url: str, why: str) -> ValueError:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a store has shown.
+    """Measurements of a store.
 
     Attributes:
         seconds: of a small request, median.
@@ -222,7 +222,7 @@ class Objects:
         self._do(self._store.put, name, self._signed(name, body))
 
     def create(self, name: str, body: bytes) -> bool:
-        """Write an object if there is none of this name; return whether there was none."""
+        """Write an object unless the name is taken; return whether it was written."""
         try:
             self._do(self._store.create, name, self._signed(name, body))
         except FileExistsError:
@@ -230,7 +230,7 @@ class Objects:
         return True
 
     def get(self, name: str) -> bytes | None:
-        """Return an object; None if there is none to be believed."""
+        """Return an object; None if it is missing or not to be believed."""
         try:
             data: bytes = self._do(self._store.get, name)
         except FileNotFoundError:

@@ -56,7 +56,7 @@ _NAP = 2.8e-5
 _SPACES = 8
 """Groups whose members may still be looking for each other."""
 PLACE = "rendezvous"
-"""What a line to it calls, in the handshake."""
+"""Name of the rendezvous in the handshake of a line to it."""
 PAUSE = 3.0
 """Seconds without an answer, after which a worker serves in place of a rendezvous that has died."""
 TAKEN = 10.0

@@ -61,7 +61,7 @@ class MeetingStore(Store):
         timeout: seconds that a key is waited for.
 
     Raises:
-        DistStoreError: from a method: the rendezvous is gone, or nobody has set a key in time.
+        DistStoreError: from a method: the rendezvous is gone, or a key was not set in time.
     """
 
     def __init__(self, link: Link, group: str, timeout: float) -> None:
@@ -335,7 +335,7 @@ def _is_loopback(host: str) -> bool:
 class Door:
     """Answers other workers; the training thread does not wait for them.
 
-    One thread listens, and each worker that asks something gets a thread of its own. Strangers get
+    One thread listens, and each worker that asks something gets its own thread. Strangers get
     none.
 
     Args:

@@ -26,7 +26,7 @@ from lightning_gc.schemes import SCHEMES, Scheme
 
 @dataclass(frozen=True)
 class WayIn:
-    """What sentences and refusals know of a strategy or function that takes ``Compression``.
+    """Words for a strategy or function that takes ``Compression``, for warnings and refusals.
 
     Args:
         owner: the class or function with these arguments.

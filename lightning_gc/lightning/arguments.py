@@ -1,4 +1,4 @@
-"""Name the arguments of strategies; refuse those of hooks, unknown ones, and of a DDP wrapper.
+"""Name the arguments of strategies; refuse unknown ones, and arguments of hooks or of a DDP wrapper.
 
 Choose DDP's ``bucket_cap_mb`` on CUDA.
 """
@@ -31,7 +31,7 @@ _HOOK_ARGUMENTS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model
 class DDPArguments(TypedDict, total=False):
     """Arguments of both ``DDPStrategy`` and of ``DistributedDataParallel``, for type checkers.
 
-    Those of hooks are refused, and so are those that an older torch does not know.
+    Arguments of hooks are refused, and so are arguments that an older torch does not know.
     """
 
     accelerator: Any
@@ -57,17 +57,17 @@ class DDPArguments(TypedDict, total=False):
 
 
 class DDPFields(CompressionFields, KeptFields, DDPArguments, total=False):
-    """What ``CompressedDDPStrategy`` takes by name."""
+    """Arguments of ``CompressedDDPStrategy`` that are given by name."""
 
     precision_plugin: Any
 
 
 class LocalStepsFields(DDPFields, RoundFields, total=False):
-    """What ``LocalStepsStrategy`` takes by name."""
+    """Arguments of ``LocalStepsStrategy`` that are given by name."""
 
 
 class FabricFields(CompressionFields, DDPArguments, total=False):
-    """What ``CompressedFabricStrategy`` takes by name."""
+    """Arguments of ``CompressedFabricStrategy`` that are given by name."""
 
     state: Literal["full", "mean", "off"]
     precision: Any
@@ -82,17 +82,17 @@ class ShardedArguments(TypedDict, total=False):
 
 
 class HSDPFields(CompressionFields, KeptFields, ShardedArguments, total=False):
-    """What ``CompressedHSDPStrategy`` takes by name."""
+    """Arguments of ``CompressedHSDPStrategy`` that are given by name."""
 
 
 class FSDPFields(CompressionFields, ShardedArguments, total=False):
-    """What ``CompressedFSDPStrategy`` takes by name."""
+    """Arguments of ``CompressedFSDPStrategy`` that are given by name."""
 
     state: Literal["full", "mean", "off"]
 
 
 class SimulatedFields(CompressionFields, KeptFields, total=False):
-    """What ``SimulatedDDPStrategy`` takes by name, with arguments of ``SingleDeviceStrategy``."""
+    """Arguments of ``SimulatedDDPStrategy`` by name, with ``SingleDeviceStrategy``\'s."""
 
     device: Any
     accelerator: Any
@@ -101,7 +101,7 @@ class SimulatedFields(CompressionFields, KeptFields, total=False):
 
 
 class SimulatedLocalStepsFields(SimulatedFields, RoundFields, total=False):
-    """What ``SimulatedLocalStepsStrategy`` takes by name."""
+    """Arguments of ``SimulatedLocalStepsStrategy`` that are given by name."""
 
 
 def refuse_other_hooks(owner: str, ddp_kwargs: Mapping[str, Any], instead: str) -> None:

@@ -135,9 +135,9 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     _attached: Attached | None = None
     _failed = False
     _way = WayIn("", more_workers="use more workers, or Trainer(strategy='auto')", elsewhere="")
-    """What messages say of this way in; ``owner`` is the class of the object."""
+    """Words of messages for this way in; ``owner`` is the class of the object."""
     _kind: type[Workers] = Workers
-    """What keeps the engines of this process."""
+    """Keeper of the engines of this process."""
     _of_fit = frozenset({"_attached", "_exchange", "_interface", "_own_steps"})
     """Attributes with a default, which are left out of a copy."""
     _lookahead: Lookahead | None = None

@@ -22,8 +22,9 @@ NOMINAL = 0.96
 
 APART = 1.5
 """Factor by which the directions of a link must differ: less may be noise of a measurement."""
+
 Rate = tuple[float, float]
-"""Of what is sent and of what is received, in 10⁹ bits per second."""
+"""Rates of sending and of receiving, in 10⁹ bits per second."""
 
 
 def messages_sent(kind: str, workers: int) -> int:
@@ -93,7 +94,7 @@ Links = Mapping[str, Link]
 
 
 def alike(link: Link) -> Links:
-    """Return a link that treats all requests alike."""
+    """Return the same link for all kinds of requests."""
     return dict.fromkeys(KINDS, link)
 
 
@@ -109,8 +110,8 @@ def at_rate(links: Links, nominal: Link) -> Links:
 def with_directions(links: Links, up: float, down: float) -> Links:
     """Return links whose faster direction is as much faster as these rates say.
 
-    What was fitted to requests with equal messages is the slower direction's. Rates that differ by
-    less than ``APART`` count as equal.
+    A rate that was fitted to requests with equal messages is the slower direction's. Rates that
+    differ by less than ``APART`` count as equal.
     """
     if max(up, down) < APART * min(up, down):
         return links

@@ -177,7 +177,7 @@ def rates(text: str, owner: str) -> Rate:
     """Return 10⁹ bits per second up and down, of ``"1gbit"`` or ``"20mbit/200mbit"``.
 
     Args:
-        text: as written; one rate is that of both directions.
+        text: as written; a single rate is for both directions.
         owner: as for ``rate``, which refuses what is none.
 
     Example:

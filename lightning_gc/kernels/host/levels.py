@@ -58,7 +58,7 @@ class Table(LevelTable):
 
     @functools.cached_property
     def _rows(self) -> np.ndarray[Any, Any]:
-        """Of each part: first element, end, first byte, first block, place; then both ends."""
+        """First element, end, first byte, first block and place of each part; then both ends."""
         (rows,), ends = self.layout.rows, (0, 0, self.layout.codes, self.layout.blocks, 0)
         return np.array([*((r.start, r.stop, r.byte, r.block, r.place) for r in rows), ends])
 
