@@ -109,6 +109,13 @@ class Folder:
         self._box = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         # A beat costs a request, and finds a death that much earlier.
         self._beat = min(max(BEAT, 10 * seconds, elastic.timeout / 12), _SLOWEST)
+        least = NEAR / BEAT * self._beat
+        if elastic.timeout < least:
+            _log.warning(
+                "A request to %s takes %.2g s, so workers report every %.2g s. With "
+                "Elastic(timeout=%g) they are taken for dead; give %.0f or more.",
+                *(url, seconds, self._beat, elastic.timeout, least),
+            )
         self._poll = max(POLL, 2 * seconds)
         self._report: Report | None = None
         self._sent: Report | None = None

@@ -128,6 +128,15 @@ def test_a_verdict_that_is_said_again_ends_no_later_attempt(meet: Callable[..., 
     assert member._called is None
 
 
+def test_a_store_that_is_slow_for_the_timeout_is_named(
+    meet: Callable[..., Folder], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Objects, "enter", lambda self: 0.1)
+    meet(timeout=5.0)
+    assert "takes 0.1 s, so workers report every 1 s" in caplog.text
+    assert "With Elastic(timeout=5) they are taken for dead; give 6 or more." in caplog.text
+
+
 def test_a_store_that_fails_for_a_while_only_costs_time(
     meet: Callable[..., Folder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
