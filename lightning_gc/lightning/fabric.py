@@ -104,6 +104,11 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         """Compressor, memory and scheme."""
         return self._compression.configuration
 
+    @property
+    def controller(self) -> Controller | None:
+        """Of levels, or None."""
+        return self._compression.controller
+
     def __repr__(self) -> str:
         """Return class, compressor, and the package that it is for.
 

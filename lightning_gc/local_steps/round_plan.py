@@ -108,8 +108,8 @@ class Elastic(Settings):
     Args:
         rendezvous: ``"host:port"``, where ``lightning-gc rendezvous`` listens. If nobody listens
             there and it is an address of this machine, this job does. Or a folder, for workers
-            without ports between them: a path with a slash, or a URL of fsspec such as
-            ``"s3://bucket/run"``. No process serves there; one of the workers decides.
+            without ports between them: a path from ``/``, ``./`` or ``~``, or a URL of fsspec
+            such as ``"s3://bucket/run"``. No process serves there; one of the workers decides.
         min_workers: fewest members of a round. With fewer, workers wait.
         grace: seconds that a round waits, after its first member has asked for it, for those that
             have not. A worker that comes later loses its steps of the round. A worker that has
@@ -152,13 +152,16 @@ class Elastic(Settings):
     @property
     def in_folder(self) -> bool:
         """Whether workers meet in a folder, and not at an address."""
-        return isinstance(self.rendezvous, Path) or "/" in str(self.rendezvous)
+        where = self.rendezvous
+        begins = isinstance(where, str) and where.startswith(("/", "./", "../", "~"))
+        return isinstance(where, Path) or begins or "://" in str(where)
 
     def _check_folder(self) -> None:
         scheme, found, _ = str(self.rendezvous).partition("://")
-        if found and scheme not in {*known_implementations, *registry}:
+        stores = {*known_implementations, *registry} - {"http", "https"}
+        if found and scheme not in stores:
             raise ValueError(
-                f"Elastic(rendezvous={self.rendezvous!r}): fsspec does not know {scheme}://. Give "
+                f"Elastic(rendezvous={self.rendezvous!r}): fsspec cannot write to {scheme}://; give "
                 f"host and port without a scheme, such as '10.0.0.1:29400', a path, or a URL of "
                 f"fsspec, such as 's3://bucket/run'."
             )

@@ -52,10 +52,13 @@ def fabric_with(package: str, strategy: Any, workers: int = 2, **options: Any) -
 class FabricLoop(Loop):
     """The loop of ``test_attach``, written for Fabric."""
 
-    def __init__(self, package: str, worker: int, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, package: str, worker: int, *args: Any, state: Any = "full", **options: Any
+    ) -> None:
         torch.manual_seed(0)
         with unwarned():
-            self.fabric = fabric_with(package, strategy_of(package, *args), **options)
+            strategy = strategy_of(package, *args, state=state)
+            self.fabric = fabric_with(package, strategy, **options)
             self.net = Net()
             self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
             self.model, self.wrapped = self.fabric.setup(self.net, self.optimizer)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_gc import Roll
+from lightning_gc.elastic.roll import Entrance, Round
 from tests.soak.elastic import Run
 from tests.support.elastic import Job, decider, replay, start, step_of, write_roll
 
@@ -91,6 +92,18 @@ def test_a_killed_decider_and_a_joiner_are_replayed_and_nothing_is_left(site: Si
     logs = "".join((site.folder / f"{name}.log").read_text() for name in others)
     assert "is committed, by workers 0, 1, 2" in logs
     assert f"The folder {meeting} took" in logs
+
+
+def test_a_donor_that_was_never_a_member_is_replayed(tmp_path: Path) -> None:
+    """Worker 9 died before its first round. Worker 3 has its snapshot, and worker 2 that of 3."""
+    job = Job(0, str(tmp_path), steps=12, batch_norm=False)
+
+    def made(*donors: int) -> Any:
+        came = {n: Entrance(2, 0, donor) for n, donor in zip((2, 3), donors, strict=True)}
+        rounds = [Round(0, (0, 1)), Round(1, (0, 1)), Round(2, (2, 3), entered=came)]
+        return replay(job, Roll(rounds))["weights"]
+
+    assert made(3, 9) == made(0, 1)
 
 
 @pytest.mark.nightly

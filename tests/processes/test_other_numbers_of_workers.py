@@ -27,8 +27,7 @@ WAYS = list(itertools.product(("attach", "fabric"), ("full", "mean"), METHODS))
 def loop_of(way: str, mode: str, name: str, worker: int, workers: int) -> Any:
     if way == "attach":
         return Loop(worker, *METHODS[name])
-    settings = (*METHODS[name], *(None,) * (4 - len(METHODS[name])), 0, mode)
-    return FabricLoop("lightning_fabric", worker, *settings, workers=workers)
+    return FabricLoop("lightning_fabric", worker, *METHODS[name], state=mode, workers=workers)
 
 
 def save(loop: Any, folder: Path, way: str, mode: str, worker: int) -> None:

@@ -280,12 +280,12 @@ DAILY = [
 def test_equal_to_real_workers(kinds: list[tuple[str, bool]]) -> None:
     cases = [whole(CASES[name], steps) for name, steps in kinds]
     runs = zip(*run_in_processes(real, 2, 2, cases, timeout=200), strict=True)
-    wrong: list[tuple[str, bool, str]] = []
+    wrong: list[tuple[Any, ...]] = []
     for kind, case, them in zip(kinds, cases, runs, strict=True):
         us = simulated(2, case)
         assert us["steps"] == them[0]["steps"] >= 12
         memory = [run["memory"][0] for run in them]
         pairs = {n: (us[n], them[0][n]) for n in ("digest", "metrics")}
         pairs["memory"] = (us["memory"], memory)
-        wrong += [(*kind, name) for name, (ours, theirs) in pairs.items() if ours != theirs]
+        wrong += [(*kind, n, *pair) for n, pair in pairs.items() if pair[0] != pair[1]]
     assert not wrong, "\n".join(map(str, wrong))

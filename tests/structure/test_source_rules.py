@@ -238,7 +238,6 @@ READ_BY = {
     "huggingface.py": {"torch.load"},
     "elastic/folder.py": {"json.loads"},
     "elastic/rendezvous.py": {"json.loads"},
-    "elastic/folder.py": {"json.loads"},  # of objects with a valid code of the secret
     "elastic/roll.py": {"json.loads"},
     "elastic/snapshot.py": {"json.loads", "safetensors.torch.load"},
     "elastic/sockets.py": {"json.loads"},

@@ -576,9 +576,12 @@ class Replay:
 
     def _enter(self, number: int, entrance: Entrance) -> None:
         """Let a worker begin at the common weights, as with a donor's snapshot."""
-        index, donor = self.numbers.index(number), self.numbers.index(entrance.donor)
-        if index == donor:
+        if entrance.donor == number:
             return
+        # A donor may have died before its first round. All members of a round end with its weights.
+        before = self._roll[entrance.round - 1].members if entrance.round else (entrance.donor,)
+        there = [n for n in before if n == entrance.donor] + [n for n in before if n != number]
+        index, donor = self.numbers.index(number), self.numbers.index(there[0])
         with self._rounds[donor].present():
             tree = each_tensor(
                 snapshot_of(self._rounds[donor], self._engines[donor]), torch.Tensor.clone
