@@ -162,8 +162,8 @@ class Elastic(Settings):
         if found and scheme not in stores:
             raise ValueError(
                 f"Elastic(rendezvous={self.rendezvous!r}): fsspec cannot write to {scheme}://; "
-                f"give host and port without a scheme, such as '10.0.0.1:29400', a path, or a URL of "
-                f"fsspec, such as 's3://bucket/run'."
+                f"give host and port without a scheme, such as '10.0.0.1:29400', a path, or a URL "
+                f"of fsspec, such as 's3://bucket/run'."
             )
         if self.address is not None or self.ports is not None:
             raise ValueError(
