@@ -149,9 +149,9 @@ def store_at(url: str) -> Store:
 
 def _no_create(url: str, why: str) -> ValueError:
     return ValueError(
-        f"Elastic({url!r}): this store cannot create an object only if there is none ({why}), so "
-        f"two workers could commit different rounds. Use a local or NFS folder, S3, GCS or Azure, "
-        f"with a recent version of fsspec and of the store's package."
+        f"Elastic({url!r}): this store has no conditional put, which refuses a second object of a "
+        f"name ({why}). So two workers could commit different rounds. Use a local or NFS folder, "
+        f"S3, GCS or Azure, with a recent version of fsspec and of the store's package."
     )
 
 

@@ -52,7 +52,7 @@ class WayIn:
 
 @dataclass(frozen=True)
 class Compression:
-    """What workers exchange, and how. Every strategy and ``attach`` take these fields as arguments.
+    """Settings of an exchange. Every strategy and ``attach`` take these fields as arguments.
 
     Args:
         compressor: an instance, or a name from the registry.
@@ -150,7 +150,7 @@ class Configuration:
 
     @property
     def schemes(self) -> list[Scheme]:
-        """The scheme, or those of a menu's choices; none for own communication."""
+        """The scheme, or the schemes of a menu's choices; empty for own communication."""
         found = (self.scheme or default_scheme(each) for each in choices_of(self.compressor))
         return [scheme for scheme in found if scheme is not None]
 

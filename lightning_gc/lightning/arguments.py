@@ -1,4 +1,4 @@
-"""Name the arguments of strategies; refuse unknown ones, and arguments of hooks or of a DDP wrapper.
+"""Name the arguments of strategies; refuse unknown ones, and those of hooks or a DDP wrapper.
 
 Choose DDP's ``bucket_cap_mb`` on CUDA.
 """
@@ -92,7 +92,7 @@ class FSDPFields(CompressionFields, ShardedArguments, total=False):
 
 
 class SimulatedFields(CompressionFields, KeptFields, total=False):
-    """Arguments of ``SimulatedDDPStrategy`` by name, with ``SingleDeviceStrategy``\'s."""
+    """Arguments of ``SimulatedDDPStrategy`` by name, with ``SingleDeviceStrategy``'s."""
 
     device: Any
     accelerator: Any

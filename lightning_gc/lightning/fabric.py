@@ -52,7 +52,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
             itself has the mean over workers. ``"off"``: errors begin at zero. If the number of
             workers has changed, each begins with the mean of the errors.
         ddp_kwargs: as for Fabric's ``DDPStrategy``, with the buckets of ``CompressedDDPStrategy``.
-            What ``verify`` finds is raised by ``fabric.backward``.
+            ``fabric.backward`` raises the errors of ``verify``.
 
     Communication pattern:
         As ``CompressedDDPStrategy``: one background thread and process group for each module.

@@ -175,6 +175,9 @@ class Elastic(Settings):
     def __post_init__(self) -> None:
         if self.in_folder:
             self._check_folder()
+        elif "/" in str(self.rendezvous):
+            why = "give host and port, such as '10.0.0.1:29400', or a folder that begins with "
+            refuse("Elastic", f"{why}/, ./ or ~, such as './meeting'", rendezvous=self.rendezvous)
         else:
             host_and_port(self.rendezvous, "Elastic", "rendezvous")
         check_secret(self.secret, "Elastic")

@@ -53,7 +53,7 @@ class Scope:
     """Says which tensors and modules belong to others: to the module that is trained.
 
     Args:
-        tensors: their memory is not copied, nor that of their gradients and views.
+        tensors: their memory is not copied, nor the memory of their gradients and views.
         modules: not looked into.
     """
 
