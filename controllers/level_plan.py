@@ -81,15 +81,11 @@ def replaced(
     return others | {name: level for name, level in new.items() if level != default}
 
 
-def check_settings(
-    owner: str, levels: Sequence[float], name: str, level: float, interval: int
-) -> None:
-    """Raise ValueError for None or too few levels, one that is not theirs, or epochs below 1."""
+def check_settings(owner: str, levels: Sequence[float], name: str, level: float) -> None:
+    """Raise ValueError for None or too few levels, or one that is not theirs."""
     if None in levels:
         refuse(owner, "give numbers, None has no curve", levels=tuple(levels))
     if len(set(levels)) < 2:
         refuse(owner, "give two or more to choose from", levels=tuple(levels))
     if level not in levels:
         raise ValueError(f"{owner}({name}={level!r}): it must be one of levels={tuple(levels)!r}.")
-    if interval < 1:
-        refuse(owner, "whole epochs, 1 or more", interval=interval)

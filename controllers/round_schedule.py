@@ -52,8 +52,6 @@ class RoundSchedule(Controller):
             if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
                 why = f"{steps!r} is not a number of optimizer steps; give integers of 1 or more"
                 refuse("RoundSchedule", why, every=self.every)
-        if self.by not in ("epoch", "progress"):
-            refuse("RoundSchedule", "use 'epoch' or 'progress'", by=self.by)
 
     @property
     def needs(self) -> Needs:

@@ -42,8 +42,6 @@ class Schedule(Controller):
             refuse("Schedule", "at least one level is needed", levels=())
         for level in self.levels:
             self._check_level(level)
-        if self.by not in ("epoch", "progress"):
-            refuse("Schedule", "use 'epoch' or 'progress'", by=self.by)
 
     @classmethod
     def dgc_warmup(cls, final: float = 0.001, epochs: int = 5) -> Schedule:

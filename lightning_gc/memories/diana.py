@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.core import Range
-from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientDifferences
 
 
@@ -39,13 +38,9 @@ class DIANA(GradientDifferences):
     """
 
     alpha: float = 0.25
+    limits = {"alpha": "(0, 1] the share by which estimates move; 0.25, or EF21() for 1"}
 
     space = (Range("alpha", 0.02, 1.0, scale="log"),)
-
-    def __post_init__(self) -> None:
-        if not 0 < self.alpha <= 1:
-            why = "the share by which estimates move must be in (0, 1]; use 0.25, or EF21() for 1"
-            refuse("DIANA", why, alpha=self.alpha)
 
     @property
     def follows(self) -> float:

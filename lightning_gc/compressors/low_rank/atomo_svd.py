@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Variance, Waits
-from lightning_gc.compressors.low_rank.factorisation import RANK, check_rank, sides
+from lightning_gc.compressors.low_rank.factorisation import RANK, RANKS, sides
 from lightning_gc.compressors.low_rank.singular_triplets import SingularTriplets
 from lightning_gc.core import Bucket
 
@@ -51,12 +51,10 @@ class AtomoSVD(SingularTriplets):
     """
 
     rank: int = 2
+    limits = {"rank": RANKS}
 
     traits = replace(RANK, unbiased=True)
     waits = Waits(2)
-
-    def __post_init__(self) -> None:
-        check_rank("AtomoSVD", self.rank)
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         """Return whether ``rank`` triplets are smaller than the tensor."""

@@ -62,6 +62,7 @@ class AbsoluteRounding(Codec):
     """
 
     step: float = 0.01
+    limits = {"step": "[1e-37, 1e38] the step, to whose multiples elements are rounded,"}
 
     traits = Traits(
         kind="quantiser",
@@ -71,13 +72,6 @@ class AbsoluteRounding(Codec):
         space=(Range("step", 1e-5, 0.1, scale="log"),),
     )
     waits = coded_multiples.WAITS
-
-    def __post_init__(self) -> None:
-        if not 1e-37 <= self.step <= 1e38:
-            raise ValueError(
-                f"AbsoluteRounding(step={self.step!r}): elements are rounded to multiples of the "
-                f"step, which must be in 1e-37..1e38; use 0.01, say."
-            )
 
     @property
     def _unit(self) -> float:

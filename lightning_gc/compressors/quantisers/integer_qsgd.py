@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Collective, Variance
 from lightning_gc.compressors.quantisers import integer_sums
-from lightning_gc.compressors.quantisers.blockwise_codes import BITS, check_bits
+from lightning_gc.compressors.quantisers.blockwise_codes import BITS, CODES
 from lightning_gc.core import Bucket, Flow, Wire
 
 
@@ -51,11 +51,9 @@ class IntegerQSGD(Collective):
     """
 
     bits: int = 4
+    limits = {"bits": CODES}
 
     traits = BITS
-
-    def __post_init__(self) -> None:
-        check_bits("IntegerQSGD", self.bits)
 
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         norm = yield from integer_sums.agreed(integer_sums.largest(buffer))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseLevels
-from lightning_gc.core.refusal import refuse
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,7 @@ class Uniform(BlockwiseLevels):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     block_size: int = 512
     norm: Literal["max", "l2"] = "max"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rounding not in ("nearest", "stochastic"):
-            refuse("Uniform", "use 'nearest', or 'stochastic' as in QSGD", rounding=self.rounding)
+    limits = {"rounding": "use 'nearest', or 'stochastic' as in QSGD"}
 
     @classmethod
     def examples(cls) -> tuple[Uniform, ...]:

@@ -57,10 +57,6 @@ class DGC(Preset, DensitySparsifier):  # type: ignore[override]
 
     memory_name = "momentum_correction"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.inner  # TopK checks the other fields
-
     @functools.cached_property
     def inner(self) -> TopK:
         return TopK(self.density, self.value_dtype, self.selection)

@@ -46,6 +46,7 @@ class HardThreshold(SparseCodec):
     """
 
     threshold: float = 0.01
+    limits = {"threshold": "[0, inf) the threshold, a magnitude,"}
 
     traits = Traits(
         kind="sparsifier",
@@ -53,13 +54,6 @@ class HardThreshold(SparseCodec):
         space=(Range("threshold", 1e-5, 0.1, scale="log"),),
     )
     waits = Waits(1)
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.threshold) and self.threshold >= 0):
-            raise ValueError(
-                f"HardThreshold(threshold={self.threshold!r}): the threshold is a magnitude and "
-                f"must be a finite number of at least 0; use 0.01, say."
-            )
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         return topk_selection.reaching(buffer, self.threshold)

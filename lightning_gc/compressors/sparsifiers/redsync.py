@@ -12,7 +12,6 @@ from lightning_gc.compressors.base import Waits
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import ThresholdEstimator
 from lightning_gc.core import payload_validation
-from lightning_gc.core.refusal import refuse
 
 _AT_ONCE = 3  # halvings beside the host, for one wait
 
@@ -44,12 +43,7 @@ class RedSync(ThresholdEstimator):
     """
 
     tolerance: float = 1e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.tolerance < 1:
-            why = "it is the length of an interval within 0..1 and must be above 0; use 0.001"
-            refuse("RedSync", why, tolerance=self.tolerance)
+    limits = {"tolerance": "(0, 1) the length of an interval"}
 
     @property
     def waits(self) -> Waits:
