@@ -7,6 +7,7 @@ import inspect
 import math
 import numbers
 import re
+import textwrap
 import typing
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -222,13 +223,15 @@ class _Limit(NamedTuple):
         above = low <= number if self.opening == "[" else low < number
         return above and (number <= high if self.closing == "]" else number < high)
 
-    def sentence(self, whole: bool, example: str) -> str:
+    @property
+    def rule(self) -> str:
         if self.high == "inf":
-            rule = f"{self.low} or more" if self.opening == "[" else f"above {self.low}"
-        elif whole:
-            rule = f"a whole number in {int(self.low):,}..{int(self.high):,}"
-        else:
-            rule = f"in {self.opening}{self.low}, {self.high}{self.closing}"
+            return f"{self.low} or more" if self.opening == "[" else f"above {self.low}"
+        return f"in {self.opening}{self.low}, {self.high}{self.closing}"
+
+    def sentence(self, whole: bool, example: str) -> str:
+        kind = f"{int(self.low):,}..{int(self.high):,}" if whole and self.high != "inf" else ""
+        rule = f"a whole number in {kind}" if kind else self.rule
         return f"{self.what or 'it'} must be {rule}; use {self.fix or example}"
 
 
@@ -245,7 +248,8 @@ class Settings(metaclass=CheckedCalls):
     Attributes:
         limits: field -> an interval, what the number is, and after a semicolon what to use instead.
             Both may be left out; the fix is then the default. The text of a ``Literal`` is the end
-            of the sentence. A class adds its limits to those of its bases.
+            of the sentence. A class adds its limits to those of its bases. A docstring without the
+            section "Raises" gets one from limits and choices.
 
     Raises:
         ValueError: a text in a numeric field, a fraction in an ``int`` field, a number beyond its
@@ -271,6 +275,10 @@ class Settings(metaclass=CheckedCalls):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        if "Raises:" not in (
+            described := inspect.cleandoc(cls.__dict__.get("__doc__") or "Raises:")
+        ):
+            cls.__doc__ = described + _raises(cls)
         own: Callable[..., None] | None = cls.__dict__.get("__post_init__")
         if own is None:
             return
@@ -341,6 +349,20 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
         return typing.get_args(annotation)
     said = isinstance(annotation, str) and re.fullmatch(r"Literal\[([^\[\]]+)\]", annotation)
     return ast.literal_eval(f"({said[1]},)") if said else ()
+
+
+def _raises(cls: type) -> str:
+    """Return the section of a docstring on what ``check_fields`` refuses of numbers and words."""
+    fields = {name: each.type for name, each in getattr(cls, "__dataclass_fields__", {}).items()}
+    limits, wrong = _limits(cls), []
+    for name, annotation in {**fields, **inspect.get_annotations(cls)}.items():
+        if choices := _choices(annotation):
+            wrong.append(f"``{name}`` is not {_either(choices)}")
+        elif name in limits:
+            limit = _Limit.read(limits[name])
+            wrong.append(f"``{name}`` is not {limit.rule}")
+    said = textwrap.fill(f"ValueError: {'; '.join(wrong)}.", 96, subsequent_indent="    ")
+    return f"\n\nRaises:\n{textwrap.indent(said, '    ')}" if wrong else ""
 
 
 def _either(choices: Sequence[Any]) -> str:

@@ -25,9 +25,6 @@ class DIANA(GradientDifferences):
         ``Σ_i h_i / W``, which all workers keep, is the mean of the estimates, up to float32's
         rounding; ``E[applied_t] = mean_i g_t`` for an unbiased compressor.
 
-    Raises:
-        ValueError: ``alpha`` outside (0, 1].
-
     Example:
         >>> from lightning_gc import DIANA, QSGD, CompressedDDPStrategy
         >>> strategy = CompressedDDPStrategy(QSGD(4), memory=DIANA(0.25))

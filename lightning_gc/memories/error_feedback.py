@@ -27,9 +27,6 @@ class ErrorFeedback(Memory):
             most code, including that paper's. With a constant learning rate both are the same.
             Meant for SGD: Adam and others divide a step by the scale of what they are given.
 
-    Raises:
-        ValueError: ``decay`` outside (0, 1], a ``gain`` that is not positive.
-
     Example:
         >>> from lightning_gc import ErrorFeedback
         >>> ErrorFeedback().conserves

@@ -20,9 +20,6 @@ class ErrorReset(Memory):
     Args:
         every: steps between resets, at least 1. Higher means fewer bytes and older errors.
 
-    Raises:
-        ValueError: ``every`` below 1.
-
     Example:
         >>> from lightning_gc import ErrorReset
         >>> ErrorReset(every=100)

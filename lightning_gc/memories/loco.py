@@ -27,9 +27,6 @@ class LoCo(Memory):
         every: N, steps between resets, at least 1.
         dtype: ``"int8"`` or ``"bfloat16"``, as for ``NarrowResidual``.
 
-    Raises:
-        ValueError: ``beta`` outside [0, 1), ``every`` below 1, an unknown ``dtype``.
-
     Example:
         >>> from lightning_gc import QSGD, CompressedDDPStrategy, LoCo
         >>> strategy = CompressedDDPStrategy(QSGD(bits=4), memory=LoCo())

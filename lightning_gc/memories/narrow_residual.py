@@ -39,9 +39,6 @@ class NarrowResidual(Memory):
     with another memory. ``lr_aware`` errors are not offered, since each change of the learning rate
     would round them again.
 
-    Raises:
-        ValueError: an unknown ``dtype``, ``decay`` outside (0, 1].
-
     Example:
         >>> from lightning_gc import NarrowResidual
         >>> NarrowResidual("int8").stored.bytes_per_element

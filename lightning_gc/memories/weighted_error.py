@@ -23,9 +23,6 @@ class WeightedError(Memory):
             is less stable.
         beta: weight of older errors, in [0, 1]. Higher accumulates over more steps.
 
-    Raises:
-        ValueError: ``alpha`` or ``beta`` outside these ranges.
-
     Example:
         >>> from lightning_gc import WeightedError
         >>> WeightedError().buffers

@@ -37,9 +37,6 @@ class AtomoSVD(SingularTriplets):
     longer side are multiplied by σ/p. An element takes ``32·rank·(1/n + 1/m)`` bits on average:
     0.25 for 512 x 512 at rank 2. Where that is 32 or more, u is empty and v is the tensor.
 
-    Raises:
-        ValueError: ``rank`` below 1 or no whole number.
-
     Example:
         >>> from lightning_gc import AtomoSVD
         >>> AtomoSVD(rank=2).bound(64 * 64)

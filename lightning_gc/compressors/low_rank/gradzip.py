@@ -46,10 +46,6 @@ class GradZip(LowRank):
         Two all-reduces one after the other, M·Q, then Mᵀ·P, as ``PowerSGD``'s; so are the bits and
         the state.
 
-    Raises:
-        ValueError: ``rank`` below 1 or no whole number, a negative ``min_ratio`` or
-            ``dense_steps``, a ``regulariser`` below 1e-12.
-
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, GradZip
         >>> strategy = CompressedDDPStrategy(GradZip(rank=2))

@@ -39,9 +39,6 @@ class SVDThreshold(SingularTriplets):
     The number of triplets differs between workers and steps. An element takes ``32·k·(1/n + 1/m)``
     bits where k are sent.
 
-    Raises:
-        ValueError: a ``threshold`` outside 1e-37..1e38.
-
     Example:
         >>> import torch
         >>> from lightning_gc import SVDThreshold

@@ -44,9 +44,6 @@ class AbsoluteRounding(Codec):
         step: in units of the (unscaled) gradient, in 1e-37..1e38. Higher means more compression. A
             step of 2λ has about the bound of ``HardThreshold(λ)``.
 
-    Raises:
-        ValueError: a ``step`` outside 1e-37..1e38.
-
     Example:
         >>> import torch
         >>> from lightning_gc import AbsoluteRounding

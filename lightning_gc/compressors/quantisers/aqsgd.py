@@ -42,9 +42,6 @@ class AQSGD(Codec):
 
     With 3 bits in blocks of 512 an element takes 3.06 bits.
 
-    Raises:
-        ValueError: ``bits`` outside 2..8, ``block_size`` below 1.
-
     Example:
         >>> import torch
         >>> from lightning_gc import AQSGD

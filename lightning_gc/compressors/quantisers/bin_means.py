@@ -30,9 +30,6 @@ class BinMeans(BlockwiseCodes):
 
     With 2 bits in blocks of 512 an element takes 2.25 bits.
 
-    Raises:
-        ValueError: ``bits`` outside 1..4, ``block_size`` below 1.
-
     Example:
         >>> import torch
         >>> from lightning_gc import BinMeans

@@ -30,9 +30,6 @@ class Cast(Codec):
     Args:
         dtype: ``"bfloat16"`` or ``"float16"``.
 
-    Raises:
-        ValueError: another ``dtype``.
-
     Example:
         >>> from lightning_gc import Cast
         >>> Cast("float16")

@@ -40,9 +40,6 @@ class CodedQSGD(Codec):
         levels: s, from 1 to 1,048,576. Higher means less compression, less variance. The paper's
             sparse regime is 1, its dense one √d.
 
-    Raises:
-        ValueError: ``levels`` outside 1..1,048,576.
-
     Example:
         >>> from lightning_gc import CodedQSGD
         >>> CodedQSGD(64).bound(10_000)

@@ -23,9 +23,6 @@ class ECQSGD(Preset):
         block_size: as ``QSGD``'s.
         norm: as ``QSGD``'s.
 
-    Raises:
-        ValueError: as ``QSGD``.
-
     Example:
         >>> from lightning_gc import ECQSGD, CompressedDDPStrategy
         >>> CompressedDDPStrategy(ECQSGD(bits=2)).memory

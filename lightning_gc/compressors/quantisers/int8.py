@@ -26,9 +26,6 @@ class Int8(Blockwise8Bit):
     Args:
         block_size: elements that share one range. Smaller means less error and more ranges to send.
 
-    Raises:
-        ValueError: ``block_size`` below 1 or above 65,536.
-
     Example:
         >>> import torch
         >>> from lightning_gc import Int8

@@ -33,9 +33,6 @@ class IntegerQSGD(Collective):
         need. Per worker ``(bits + ⌈log2(2·s·W + 1)⌉)·(W−1)/W`` bits an element: 4 + 7 for 4 bits
         and 8 workers.
 
-    Raises:
-        ValueError: ``bits`` outside 2..16.
-
     Example:
         >>> import torch
         >>> from lightning_gc import IntegerQSGD

@@ -150,9 +150,6 @@ class TernGrad(Preset):
         ``(2 + ⌈log2(2·W + 1)⌉)·(W−1)/W`` bits an element: 2 + 5 for 8 workers. With
         ``shared=False``, one round under a scheme.
 
-    Raises:
-        ValueError: ``clip`` not above 0.
-
     Example:
         >>> from lightning_gc import TernGrad
         >>> TernGrad().traits.unbiased, TernGrad(clip=None).traits.unbiased

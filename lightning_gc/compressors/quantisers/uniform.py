@@ -27,10 +27,6 @@ class Uniform(BlockwiseLevels):
             then sent exactly. ``"l2"``, the block's length, is for ``"stochastic"``: most levels
             are above all elements, and of 4s² elements or more the nearest may be 0 for all.
 
-    Raises:
-        ValueError: ``bits`` outside 2..16, ``block_size`` below 1, an unknown ``norm`` or
-            ``rounding``.
-
     Example:
         >>> import torch
         >>> from lightning_gc import NoMemory, Uniform

@@ -31,9 +31,6 @@ class AdaComp(Codec):
         bin_size: elements in a bin, at least 1. Larger means more compression: a bin sends one or a
             few. The paper has 50 for convolutions and 500 for others.
 
-    Raises:
-        ValueError: ``bin_size`` below 1 or not whole.
-
     Example:
         >>> import torch
         >>> from lightning_gc import AdaComp

@@ -34,9 +34,6 @@ class ChunkedTopK(DensitySparsifier, SparseCodec):
     As the paper's 64 of 4,096 an element takes 40 bits: its value, and 8 of its position, by
     Elias-Fano; the paper's offsets in a chunk take 12.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1], ``chunk`` below 1.
-
     Example:
         >>> import torch
         >>> from lightning_gc import ChunkedTopK

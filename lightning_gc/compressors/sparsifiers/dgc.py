@@ -36,9 +36,6 @@ class DGC(Preset, DensitySparsifier):  # type: ignore[override]
         value_dtype: as ``TopK``'s.
         selection: as ``TopK``'s.
 
-    Raises:
-        ValueError: as ``TopK``.
-
     Example:
         >>> from lightning_gc import DGC, CompressedDDPStrategy
         >>> from lightning_gc.controllers import Schedule

@@ -32,9 +32,6 @@ class HardThreshold(SparseCodec):
         threshold: λ, in units of the (unscaled) gradient, at least 0. Higher means more
             compression. The paper's rule is ``1 / (2·sqrt(0.001·d))`` for d parameters in all.
 
-    Raises:
-        ValueError: a negative, infinite or NaN ``threshold``.
-
     Example:
         >>> from lightning_gc import HardThreshold
         >>> HardThreshold(0.005)

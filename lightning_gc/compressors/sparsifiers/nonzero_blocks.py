@@ -30,9 +30,6 @@ class NonzeroBlocks(Codec):
     The paper adds blocks up on servers, which send back the union of them. Here every worker gets
     all blocks of all workers, by ``AllGather``, the default.
 
-    Raises:
-        ValueError: ``block_size`` below 1.
-
     Example:
         >>> import torch
         >>> from lightning_gc import NonzeroBlocks

@@ -29,9 +29,6 @@ class RedSync(ThresholdEstimator):
         tolerance: length of the interval at which the search ends, above 0. Each halving is a pass
             over the tensor. The paper's code has 0.2: three passes, too few on heavy tails.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1], a ``tolerance`` that is not above 0.
-
     Example:
         >>> from lightning_gc import RedSync
         >>> RedSync(0.01).knob.field

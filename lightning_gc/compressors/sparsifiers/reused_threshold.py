@@ -42,9 +42,6 @@ class ReusedThreshold(DensitySparsifier, SparseCodec):
         Per tensor τ, the step that found it, for how many steps it is used, and the density. They
         are in checkpoints. Shards of ``TwoShot`` keep none: each finds a threshold in every step.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1], ``every`` below 1.
-
     Example:
         >>> from lightning_gc import ReusedThreshold
         >>> ReusedThreshold(0.01, every=100)

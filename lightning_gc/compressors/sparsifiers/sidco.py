@@ -35,9 +35,6 @@ class SIDCo(ThresholdEstimator):
         fit: the distribution.
         stages: how many, at least 1 (the paper varies it); fewer for a large ``density``.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1], an unknown ``fit``, ``stages`` below 1.
-
     Example:
         >>> from lightning_gc import SIDCo
         >>> SIDCo(0.001, fit="pareto").stages

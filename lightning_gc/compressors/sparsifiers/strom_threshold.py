@@ -25,9 +25,6 @@ class StromThreshold(Codec):
     Args:
         threshold: τ, in units of the (unscaled) gradient, above 0. Higher means more compression.
 
-    Raises:
-        ValueError: a ``threshold`` that is not in float32's range above 0.
-
     Example:
         >>> import torch
         >>> from lightning_gc import StromThreshold

@@ -40,9 +40,6 @@ class TopK(DensitySparsifier, SparseCodec):
 
     At density 1 % a sent element takes 40.6 bits, 24.6 with bfloat16.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1], an unknown ``value_dtype`` or ``selection``.
-
     Example:
         >>> from lightning_gc import TopK
         >>> TopK(density=0.01).at(0.1).density

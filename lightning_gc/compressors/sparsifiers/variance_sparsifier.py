@@ -117,9 +117,6 @@ class VarianceSparsifier(MagnitudeSampling):
         epsilon: ε, the variance allowed in units of ``‖x‖²``, in 1e-4..1e9. Higher means more
             compression.
 
-    Raises:
-        ValueError: ``epsilon`` outside 1e-4..1e9.
-
     Example:
         >>> from lightning_gc import VarianceSparsifier
         >>> VarianceSparsifier(2.0).bound(1000)

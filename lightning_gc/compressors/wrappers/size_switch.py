@@ -36,9 +36,6 @@ class SizeSwitch(Wrapper):
     Communication pattern:
         One all-reduce per bucket for the dense tensors, in addition to the inner messages.
 
-    Raises:
-        ValueError: a negative limit.
-
     Example:
         >>> from lightning_gc import SizeSwitch, TopK
         >>> SizeSwitch(TopK(0.01)).min_numel
