@@ -77,10 +77,6 @@ class Accordion(Controller):
         "decay": "[1, inf] a factor",
     }
 
-    def __post_init__(self) -> None:
-        self._check_level(self.low)
-        self._check_level(self.high)
-
     @property
     def needs(self) -> Needs:
         return Needs(gradients="epoch sum" if self.detector == "epoch" else "first batch")

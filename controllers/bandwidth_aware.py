@@ -70,7 +70,6 @@ class BandwidthAware(Controller):
     }
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
         check_ladder("BandwidthAware", self.levels)
         if self.first is not None and self.first not in self.levels:
             refuse("BandwidthAware", f"one of {self.levels!r}", first=self.first)

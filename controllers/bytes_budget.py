@@ -51,10 +51,7 @@ class BytesBudget(Controller):
     limits = {"bytes_per_step": "(0, inf); 200_000", "interval": "[1, inf) the number of epochs"}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
-        for level in self.levels:
-            self._check_level(level)
-        check_settings("BytesBudget", self.levels, "first", self.first)
+        check_settings(self, self.levels, "first", self.first)
 
     @property
     def needs(self) -> Needs:

@@ -78,8 +78,7 @@ class DynamicBitWidth(Controller):
         object.__setattr__(self, "steps", tuple((bound, level) for bound, level in self.steps))
         if not self.steps:
             refuse("DynamicBitWidth", "at least one (bound, level) is needed", steps=())
-        for _, level in self.steps:
-            self._check_level(level)
+        super().__post_init__()
         bounds = [bound for bound, _ in self.steps[1:]]
         for bound in bounds:
             if not isinstance(bound, int | float) or math.isnan(bound):

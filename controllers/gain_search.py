@@ -66,7 +66,6 @@ class GainSearch(Controller):
     limits = {"gain": "(0, 1]", "omega": "[0, inf) the relative difference"}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
         check_ladder("GainSearch", self.levels)
 
     @property

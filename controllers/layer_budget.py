@@ -60,10 +60,7 @@ class LayerBudget(Controller):
     limits = {"error": "(0, inf) a factor", "interval": "[1, inf) the number of epochs"}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
-        for level in self.levels:
-            self._check_level(level)
-        check_settings("LayerBudget", self.levels, "reference", self.reference)
+        check_settings(self, self.levels, "reference", self.reference)
 
     @property
     def needs(self) -> Needs:

@@ -45,7 +45,6 @@ class RoundSchedule(Controller):
     levels: Controller | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "every", tuple(self.every))
         if not self.every:
             refuse("RoundSchedule", "at least one number of steps is needed", every=())
         for steps in self.every:

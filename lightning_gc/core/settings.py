@@ -10,7 +10,7 @@ import re
 import textwrap
 import typing
 from abc import ABCMeta
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from lightning_gc.core.refusal import refuse
@@ -314,6 +314,8 @@ def check_fields(settings: Any, owner: str) -> None:
             field.type in _WHOLE,
         )
         given, example = {field.name: value}, _example(field.default, whole)
+        if str(field.type).startswith("tuple[") and isinstance(value, Iterable):
+            object.__setattr__(settings, field.name, tuple(value))  # a list, from a file
         if isinstance(value, str) and field.type in _NUMBERS:
             why = f"{field.name} is a number; write {_number(value, example)}, without quotes"
             refuse(owner, why, **given)
