@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_gc.core.combinations import judge
-from lightning_gc.core.refusal import refuse
 
 from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State, compresses_less
 
@@ -72,20 +71,11 @@ class Accordion(Controller):
     granularity: Literal["parameter", "model"] = "parameter"
     detector: Literal["epoch", "minibatch"] = "epoch"
     decay: float = 2.0
-
-    def __post_init__(self) -> None:
-        self._check_level(self.low)
-        self._check_level(self.high)
-        if self.interval < 1 or self.interval != int(self.interval):
-            refuse("Accordion", "whole epochs, 1 or more", interval=self.interval)
-        if not self.threshold > 0:
-            refuse("Accordion", "above 0, such as 0.5", threshold=self.threshold)
-        if self.granularity not in ("parameter", "model"):
-            refuse("Accordion", "use 'parameter' or 'model'", granularity=self.granularity)
-        if self.detector not in ("epoch", "minibatch"):
-            refuse("Accordion", "use 'epoch' or 'minibatch'", detector=self.detector)
-        if not self.decay >= 1:
-            refuse("Accordion", "a factor of at least 1, such as 2", decay=self.decay)
+    limits = {
+        "interval": "[1, inf) the number of epochs",
+        "threshold": "(0, inf] the threshold",
+        "decay": "[1, inf] a factor",
+    }
 
     @property
     def needs(self) -> Needs:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_gc.core.refusal import refuse
-
 from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State
 from .dqsgd import check_bits_of, check_order
 
@@ -51,12 +49,10 @@ class AdaQS(Controller):
     bits: int = 3
     factor: float = 2.0
     high: int = 8
+    limits = {"factor": "(1, inf) the fall of the ratio that doubles the levels"}
 
     def __post_init__(self) -> None:
         check_order(self, 2, self.bits, self.high)
-        if not 1 < self.factor < math.inf:
-            why = "the ratio must fall by more than 1 before the levels are doubled; use 2.0"
-            refuse("AdaQS", why, factor=self.factor)
 
     @property
     def needs(self) -> Needs:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from lightning_gc.core.combinations import judge
-from lightning_gc.core.refusal import refuse
 
 from .bandwidth_aware import rate_of
 from .base import Controller, Decision, KnobLike, Level, Needs, Observation, State
@@ -117,6 +116,7 @@ class Auto(Controller):
     allow: Literal["rounding", "feedback"] | Any = "rounding"
     every: int = 16
     trace: str = ""
+    limits = {"every": f"[{FEWEST - 1}, inf) the number of steps"}
 
     def __post_init__(self) -> None:
         # A menu is told by what it offers: controllers know no compressors.
@@ -126,8 +126,6 @@ class Auto(Controller):
                 f"Auto(allow={self.allow!r}): give 'rounding', 'feedback', or a Menu of your own, "
                 f"such as Menu({{'16 bits': Cast(), '4 bits': QSGD(4)}})."
             )
-        if self.every < FEWEST - 1:
-            refuse("Auto", f"give at least {FEWEST - 1} steps", every=self.every)
 
     @property
     def needs(self) -> Needs:

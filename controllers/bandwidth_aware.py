@@ -63,16 +63,16 @@ class BandwidthAware(Controller):
     every: int = 16
     headroom: float = 0.9
     trace: str = ""
+    limits = {
+        "step_seconds": "(0, inf) the number of seconds",
+        "every": "[1, inf) the number of steps",
+        "headroom": "(0, 1] the share",
+    }
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
-        check_ladder("BandwidthAware", self.levels, self.every)
-        if not 0 < self.step_seconds < math.inf:
-            refuse("BandwidthAware", "give seconds above 0", step_seconds=self.step_seconds)
+        check_ladder("BandwidthAware", self.levels)
         if self.first is not None and self.first not in self.levels:
             refuse("BandwidthAware", f"one of {self.levels!r}", first=self.first)
-        if not 0 < self.headroom <= 1:
-            refuse("BandwidthAware", "in (0, 1], as 0.9", headroom=self.headroom)
 
     @property
     def needs(self) -> Needs:
@@ -135,14 +135,12 @@ def rate_of(observation: Observation) -> float:
     return observation.bandwidth_gbps
 
 
-def check_ladder(owner: str, levels: tuple[float, ...], every: int) -> None:
-    """Raise ValueError for fewer than two levels, invalid ones, or no steps between decisions."""
+def check_ladder(owner: str, levels: tuple[float, ...]) -> None:
+    """Raise ValueError for fewer than two levels, or invalid ones."""
     if len(set(levels)) < 2 or len(set(levels)) < len(levels):
         refuse(owner, "two or more levels, each once", levels=levels)
     if not all(0 < level < math.inf for level in levels):
         refuse(owner, "levels are finite numbers above 0", levels=levels)
-    if every < 1:
-        refuse(owner, "a number of steps, 1 or more", every=every)
 
 
 def check_order(owner: Controller, levels: tuple[float, ...], knob: KnobLike) -> None:

@@ -411,6 +411,10 @@ class Controller(Settings, abc.ABC):
         """Return one line that worker 0 logs at the end of a fit; empty, the default, for none."""
         return ""
 
+    def __post_init__(self, *init_only: Any) -> None:
+        for level in self.known_levels():
+            self._check_level(level)
+
     def known_levels(self) -> tuple[Level, ...]:
         """Return the levels that it will set, if they are known before the first step.
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lightning_gc.core.refusal import refuse
-
 from .base import Controller, Decision, KnobLike, Needs, Observation, State
 
 EASE = 0.8
@@ -77,14 +75,14 @@ class Budget(Controller):
     rounds: int = 4
     levels: Controller | None = None
     trace: str = ""
+    limits = {
+        "share": "(0, 1) a share of the time",
+        "shortest": "[1, inf)",
+        "longest": "[1, inf)",
+        "rounds": "[1, inf)",
+    }
 
     def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
-            refuse("Budget", "a share of the time, such as 0.1", share=self.share)
-        for name in ("shortest", "longest", "rounds"):
-            given = getattr(self, name)
-            if given < 1:
-                raise ValueError(f"Budget({name}={given!r}): give a whole number, 1 or more.")
         if self.longest < self.shortest:
             raise ValueError(
                 f"Budget(shortest={self.shortest}, longest={self.longest}): exchange the two."

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_gc.core.refusal import refuse
-
 from .base import Controller, Decision, Level, Needs, Observation, State
 from .knapsack import Option, solve
 from .level_plan import check_settings, finite, replaced, squared, totals
@@ -50,14 +48,10 @@ class BytesBudget(Controller):
     first: float = 4.0
     relative: bool = False
     interval: int = 1
+    limits = {"bytes_per_step": "(0, inf); 200_000", "interval": "[1, inf) the number of epochs"}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
-        for level in self.levels:
-            self._check_level(level)
-        check_settings("BytesBudget", self.levels, "first", self.first, self.interval)
-        if not 0 < self.bytes_per_step < float("inf"):
-            refuse("BytesBudget", "above 0, such as 200_000", bytes_per_step=self.bytes_per_step)
+        check_settings(self, self.levels, "first", self.first)
 
     @property
     def needs(self) -> Needs:

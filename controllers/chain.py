@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_gc.core.refusal import refuse
-
 from .base import Controller, Decision, KnobLike, Needs, Observation, State
 
 
@@ -32,10 +30,9 @@ class Chain(Controller):
     first: Controller
     then: Controller
     at_epoch: int
+    limits = {"at_epoch": "[1, inf)"}
 
     def __post_init__(self) -> None:
-        if self.at_epoch < 1:
-            refuse("Chain", "must be at least 1", at_epoch=self.at_epoch)
         try:
             self.needs  # noqa: B018 - raises
         except ValueError as error:

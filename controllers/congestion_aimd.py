@@ -59,21 +59,20 @@ class CongestionAIMD(Controller):
     most: float = 1.0
     every: int = 8
     trace: str = ""
+    limits = {
+        "seconds": "(0, inf) the number of seconds",
+        "up": "(0, inf)",
+        "down": "(0, 1) a factor",
+        "every": "[1, inf) the number of steps",
+    }
 
     def __post_init__(self) -> None:
         if not 0 < self.least < self.most < math.inf:
             why = "finite levels above 0, least below most"
             refuse("CongestionAIMD", why, least=self.least, most=self.most)
-        if self.every < 1:
-            refuse("CongestionAIMD", "a number of steps, 1 or more", every=self.every)
-        if not 0 < self.seconds < math.inf:
-            refuse("CongestionAIMD", "give seconds above 0", seconds=self.seconds)
         if not self.least <= self.first <= self.most:
             why = f"within least={self.least!r} and most={self.most!r}"
             refuse("CongestionAIMD", why, first=self.first)
-        if not 0 < self.down < 1 or not 0 < self.up < math.inf:
-            why = "up is above 0, and down a factor in (0, 1)"
-            refuse("CongestionAIMD", why, up=self.up, down=self.down)
 
     @property
     def needs(self) -> Needs:

@@ -74,14 +74,15 @@ class DQSGD(Controller):
     alpha: float = 0.95
     low: int = 2
     high: int = 8
+    limits = {
+        "alpha": (
+            "(0, 1] the weight of an error an epoch later; 0.95, or 1.0 for the gradient's norm "
+            "alone"
+        ),
+    }
 
     def __post_init__(self) -> None:
         check_order(self, self.low, self.bits, self.high)
-        if not 0 < self.alpha <= 1:
-            raise ValueError(
-                f"DQSGD(alpha={self.alpha!r}): the weight of an error an epoch later must be in "
-                f"(0, 1]; use 0.95, or 1.0 for the gradient's norm alone."
-            )
 
     @property
     def needs(self) -> Needs:

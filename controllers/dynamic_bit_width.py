@@ -68,15 +68,17 @@ class DynamicBitWidth(Controller):
     release_epochs: int = 1
     allow_decrease: bool = False
     release_at_last: bool = True
+    limits = {
+        "loss_delta": "[0, inf) a change of the loss; 0.01, or None for never",
+        "patience": "[1, inf)",
+        "release_epochs": "[1, inf)",
+    }
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple((bound, level) for bound, level in self.steps))
-        if self.mode not in ("max", "min"):
-            refuse("DynamicBitWidth", "use 'max' or 'min'", mode=self.mode)
         if not self.steps:
             refuse("DynamicBitWidth", "at least one (bound, level) is needed", steps=())
-        for _, level in self.steps:
-            self._check_level(level)
+        super().__post_init__()
         bounds = [bound for bound, _ in self.steps[1:]]
         for bound in bounds:
             if not isinstance(bound, int | float) or math.isnan(bound):
@@ -86,12 +88,6 @@ class DynamicBitWidth(Controller):
             way = "rise" if self.mode == "max" else "fall"
             why = f"with mode={self.mode!r} bounds must {way}"
             refuse("DynamicBitWidth", why, steps=self.steps)
-        if self.loss_delta is not None and not 0 <= self.loss_delta < math.inf:
-            why = "a change of the loss, 0 or more, such as 0.01, or None for never"
-            refuse("DynamicBitWidth", why, loss_delta=self.loss_delta)
-        for name in ("patience", "release_epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"DynamicBitWidth({name}={getattr(self, name)!r}): 1 or more.")
 
     def known_levels(self) -> tuple[Level, ...]:
         return tuple(level for _, level in self.steps)

@@ -25,9 +25,6 @@ class Fixed(Controller):
 
     level: Level
 
-    def __post_init__(self) -> None:
-        self._check_level(self.level)
-
     def known_levels(self) -> tuple[Level, ...]:
         return (self.level,)
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_gc.core.combinations import judge
-from lightning_gc.core.refusal import refuse
 
 from .bandwidth_aware import check_ladder
 from .base import (
@@ -64,13 +63,10 @@ class GainSearch(Controller):
     gain: float = 0.75
     omega: float = 0.01
     trace: str = ""
+    limits = {"gain": "(0, 1]", "omega": "[0, inf) the relative difference"}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
-        check_ladder("GainSearch", self.levels, 1)
-        if not 0 < self.gain <= 1 or not 0 <= self.omega < math.inf:
-            why = "a gain in (0, 1], and a relative difference of 0 or more"
-            refuse("GainSearch", why, gain=self.gain, omega=self.omega)
+        check_ladder("GainSearch", self.levels)
 
     @property
     def needs(self) -> Needs:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_gc.core.refusal import refuse
-
 from .base import Controller, Decision, Level, Needs, Observation, State
 from .knapsack import Option, solve
 from .level_plan import check_settings, finite, replaced, squared, totals
@@ -59,14 +57,10 @@ class LayerBudget(Controller):
     error: float = 1.0
     relative: bool = False
     interval: int = 1
+    limits = {"error": "(0, inf) a factor", "interval": "[1, inf) the number of epochs"}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
-        for level in self.levels:
-            self._check_level(level)
-        check_settings("LayerBudget", self.levels, "reference", self.reference, self.interval)
-        if not 0 < self.error < float("inf"):
-            refuse("LayerBudget", "a factor above 0, such as 1", error=self.error)
+        check_settings(self, self.levels, "reference", self.reference)
 
     @property
     def needs(self) -> Needs:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lightning_gc.core.refusal import refuse
 
-from .base import Curve, Level, Point
+from .base import Controller, Curve, Level, Point
 
 
 class PlanCost(NamedTuple):
@@ -82,14 +82,15 @@ def replaced(
 
 
 def check_settings(
-    owner: str, levels: Sequence[float], name: str, level: float, interval: int
+    controller: Controller, levels: Sequence[float], name: str, level: float
 ) -> None:
-    """Raise ValueError for None or too few levels, one that is not theirs, or epochs below 1."""
+    """Raise ValueError for invalid or too few levels, or one that is not theirs."""
+    for each in levels:
+        controller._check_level(each)
+    owner = type(controller).__name__
     if None in levels:
-        refuse(owner, "give numbers, None has no curve", levels=tuple(levels))
+        refuse(owner, "give numbers, None has no curve", levels=levels)
     if len(set(levels)) < 2:
-        refuse(owner, "give two or more to choose from", levels=tuple(levels))
+        refuse(owner, "give two or more to choose from", levels=levels)
     if level not in levels:
-        raise ValueError(f"{owner}({name}={level!r}): it must be one of levels={tuple(levels)!r}.")
-    if interval < 1:
-        refuse(owner, "whole epochs, 1 or more", interval=interval)
+        raise ValueError(f"{owner}({name}={level!r}): it must be one of levels={levels!r}.")

@@ -43,8 +43,7 @@ class Plan(Controller):
         object.__setattr__(self, "levels", pairs)  # which can be hashed
         if not pairs:
             refuse("Plan", "at least one is needed, as {'embedding.*': 0.001}", levels={})
-        for _, level in (*pairs, ("", self.default)):
-            self._check_level(level)
+        super().__post_init__()
 
     def known_levels(self) -> tuple[Level, ...]:
         return self.default, *dict(self.levels).values()

@@ -45,15 +45,12 @@ class RoundSchedule(Controller):
     levels: Controller | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "every", tuple(self.every))
         if not self.every:
             refuse("RoundSchedule", "at least one number of steps is needed", every=())
         for steps in self.every:
             if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
                 why = f"{steps!r} is not a number of optimizer steps; give integers of 1 or more"
                 refuse("RoundSchedule", why, every=self.every)
-        if self.by not in ("epoch", "progress"):
-            refuse("RoundSchedule", "use 'epoch' or 'progress'", by=self.by)
 
     @property
     def needs(self) -> Needs:

@@ -37,13 +37,9 @@ class Schedule(Controller):
     by: Literal["epoch", "progress"] = "epoch"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
         if not self.levels:
             refuse("Schedule", "at least one level is needed", levels=())
-        for level in self.levels:
-            self._check_level(level)
-        if self.by not in ("epoch", "progress"):
-            refuse("Schedule", "use 'epoch' or 'progress'", by=self.by)
+        super().__post_init__()
 
     @classmethod
     def dgc_warmup(cls, final: float = 0.001, epochs: int = 5) -> Schedule:

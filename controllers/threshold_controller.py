@@ -18,12 +18,6 @@ class ThresholdController(Controller):
         what = "no level" if knob is None else f"a {knob.field}"
         judge("Controllers of a threshold", controller=self, knob=knob, what=what)
 
-    def _check_density(self, name: str, value: float) -> None:
-        if not 0 < value <= 1:
-            raise ValueError(
-                f"{type(self).__name__}({name}={value!r}): a density must be in (0, 1]."
-            )
-
     def _figures(self, observation: Observation) -> dict[str, float]:
         return {
             "total_error": observation.total_error,

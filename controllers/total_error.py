@@ -53,6 +53,7 @@ class TotalError(ThresholdController):
     estimate_epochs: InitVar[int] = 0
     budget: InitVar[float | None] = None
     initial: InitVar[float | None] = None
+    limits = {"k_min": "(0, 1] a density"}
 
     def __post_init__(
         self, estimate_epochs: int, budget: float | None, initial: float | None
@@ -69,7 +70,6 @@ class TotalError(ThresholdController):
                 "all elements"
             )
             refuse("TotalError", why, estimate_epochs=estimate_epochs)
-        self._check_density("k_min", self.k_min)
 
     def init(self) -> State:
         return {"level": None}

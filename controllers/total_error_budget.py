@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_gc.core.refusal import refuse
-
 from .base import Decision, Needs, Observation, State
 from .threshold_budget import MARGIN, NOTHING, Stretch, next_threshold
 from .threshold_controller import ThresholdController, sent_whole
@@ -54,11 +52,7 @@ class TotalErrorBudget(ThresholdController):
 
     budget: float
     initial: float | None = None
-
-    def __post_init__(self) -> None:
-        self._check_density("budget", self.budget)
-        if self.initial is not None and not 0 < self.initial < 1e30:
-            refuse("TotalErrorBudget", "a threshold is a number above 0", initial=self.initial)
+    limits = {"budget": "(0, 1] a density", "initial": "(0, 1e30) a threshold"}
 
     @property
     def needs(self) -> Needs:

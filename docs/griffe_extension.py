@@ -37,12 +37,13 @@ class HouseStyle(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Complete docstrings that the classes themselves complete, or declare a part of.
 
-        A compressor shows its error bound and wire format, also inherited ones. A class or
-        function that takes the fields of a frozen value shows the fields.
+        A configuration shows what ``Settings`` refuses, a compressor its error bound and wire
+        format, also inherited ones. What takes the fields of a frozen value shows the fields.
         """
         for module in ("lightning", "attachment"):
             self._describe_fields(pkg.members.get(module))
-        modules = [pkg["compressors"]] if "compressors" in pkg.members else []
+        rooms = ("compressors", "memories", "schemes", "transports")
+        modules = [pkg[room] for room in rooms if room in pkg.members]
         while modules:
             module = modules.pop()
             modules += module.modules.values()
@@ -77,6 +78,9 @@ class HouseStyle(griffe.Extension):
     def _describe(self, cls: griffe.Class) -> None:
         finished = any("dataclass" in str(decorator.value) for decorator in cls.decorators)
         if cls.docstring and finished:
+            made = inspect.getdoc(getattr(importlib.import_module(cls.module.path), cls.name)) or ""
+            if "\nRaises:\n" not in cls.docstring.value:
+                cls.docstring.value += "".join(made.partition("\n\nRaises:\n")[1:])
             bound = cls.all_members.get("bound")
             if bound is not None and bound.docstring is not None:
                 said = bound.docstring.value.removeprefix("Return ")

@@ -44,6 +44,7 @@ from lightning_gc.core import (
     Record,
 )
 from lightning_gc.core.saved_state import CHECKSUM, Tree, average, with_checksum
+from lightning_gc.core.settings import check_fields
 from lightning_gc.exchange.peers import explaining
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -87,12 +88,7 @@ class Kept:
     owner: str = field(default="Kept", repr=False)
 
     def __post_init__(self) -> None:
-        if self.state not in ("full", "mean", "off"):
-            raise ValueError(f"{self.owner}(state={self.state!r}): use 'full', 'mean' or 'off'.")
-        if self.state_dtype not in _DTYPES:
-            raise ValueError(
-                f"{self.owner}(state_dtype={self.state_dtype!r}): use 'float32' or 'bfloat16'."
-            )
+        check_fields(self, self.owner)
 
     @property
     def dtype(self) -> torch.dtype:

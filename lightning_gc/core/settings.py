@@ -1,15 +1,19 @@
-"""Check calls of public classes, and the numeric fields of frozen configurations (Settings)."""
+"""Check calls of public classes, and the fields of frozen configurations (Settings)."""
 
+import ast
 import dataclasses
 import functools
 import inspect
 import math
+import numbers
 import re
+import textwrap
 import typing
 from abc import ABCMeta
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import default_of, did_you_mean
 
 _WHOLE = ("int", "int | None", int, int | None)
@@ -198,34 +202,86 @@ def left_out(method: Callable[..., Any]) -> Collection[str]:
     return but
 
 
-class Settings(metaclass=CheckedCalls):
-    """Check ``float``, ``int`` and optional numeric fields before the subclass's own checks.
+class _Limit(NamedTuple):
+    """An interval of numbers, and the sentence that refuses others. ``Settings`` has examples."""
 
-    A subclass's ``__post_init__`` compares fields with numbers. A text there would raise a
-    ``TypeError`` that does not name the field. An ``int`` may be given as 2.0, but not as 2.5,
-    infinity or NaN.
+    opening: str
+    low: str
+    high: str
+    closing: str
+    what: str
+    fix: str
+
+    @classmethod
+    @functools.cache
+    def read(cls, said: str) -> "_Limit":
+        found = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])(?: ([^;]+))?(?:; (.+))?", said)
+        assert found, f"{said!r} is not a limit such as '(0, 1] the weight; 0.5'"
+        return cls(*found.groups(""))
+
+    def holds(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            return False
+        low, high, number = float(self.low), float(self.high), float(value)
+        above = low <= number if self.opening == "[" else low < number
+        return above and (number <= high if self.closing == "]" else number < high)
+
+    @property
+    def rule(self) -> str:
+        if self.high == "inf":
+            return f"{self.low} or more" if self.opening == "[" else f"above {self.low}"
+        return f"in {self.opening}{self.low}, {self.high}{self.closing}"
+
+    def sentence(self, whole: bool, example: str) -> str:
+        kind = f"{int(self.low):,}..{int(self.high):,}" if whole and self.high != "inf" else ""
+        rule = f"a whole number in {kind}" if kind else self.rule
+        return f"{self.what or 'it'} must be {rule}; use {self.fix or example}"
+
+
+class Settings(metaclass=CheckedCalls):
+    """Check numbers and choices of fields before the subclass's own checks.
+
+    A subclass's ``__post_init__`` may compare fields. A text there would raise a ``TypeError`` that
+    does not name the field. An ``int`` may be given as 2.0, but not as 2.5, infinity or NaN.
+
+    A ``Literal`` says the choices, of which a dtype's may also be given as the ``torch.dtype``.
 
     ``str`` is what a user would write, ``repr`` all fields.
 
+    Attributes:
+        limits: field -> an interval, what the number is, and after a semicolon what to use instead.
+            Both may be left out; the fix is then the default. The text of a ``Literal`` is the end
+            of the sentence. A class adds its limits to those of its bases. A docstring without the
+            section "Raises" gets one from limits and choices.
+
     Raises:
-        ValueError: a text in a numeric field, or a fraction in an ``int`` field.
+        ValueError: a text in a numeric field, a fraction in an ``int`` field, a number beyond its
+            limits, or a word that is none of the choices.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from lightning_gc.core import Settings
+        >>> @dataclass(frozen=True)
+        ... class Average(Settings):
+        ...     decay: float = 0.9
+        ...     limits = {"decay": "[0, 1) the weight of the old average; 0.9, or 0 for no average"}
+        >>> Average(decay=1.0)  # doctest: +NORMALIZE_WHITESPACE
+        Traceback (most recent call last):
+        ValueError: Average(decay=1.0): the weight of the old average must be in [0, 1); use 0.9, or
+        0 for no average.
     """
 
+    limits: ClassVar[Mapping[str, str]] = {}
+
     def __post_init__(self, *init_only: Any) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value, whole = getattr(self, field.name), field.type in _WHOLE
-            given = f"{type(self).__name__}({field.name}={value!r}): {field.name} is a"
-            example = _example(field.default, whole)
-            if isinstance(value, str) and field.type in _NUMBERS:
-                raise ValueError(
-                    f"{given} number; write {_number(value, example)}, without quotes."
-                )
-            if whole and isinstance(value, float) and not value.is_integer():
-                better = math.ceil(value) if 1 <= value < math.inf else example
-                raise ValueError(f"{given} whole number; use {better}.")
+        check_fields(self, type(self).__name__)
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        if "Raises:" not in (
+            described := inspect.cleandoc(cls.__dict__.get("__doc__") or "Raises:")
+        ):
+            cls.__doc__ = described + _raises(cls)
         own: Callable[..., None] | None = cls.__dict__.get("__post_init__")
         if own is None:
             return
@@ -248,6 +304,76 @@ class Settings(metaclass=CheckedCalls):
     def _main_field(self) -> str | None:
         """The field that is always shown, without its name; None: no field."""
         return None
+
+
+def check_fields(settings: Any, owner: str) -> None:
+    """Raise ValueError in the name of ``owner`` for a field that ``Settings`` would refuse."""
+    cls: type = type(settings)
+    limits = _limits(cls)
+    for field in dataclasses.fields(settings):
+        value, said, whole = (
+            getattr(settings, field.name),
+            limits.get(field.name),
+            field.type in _WHOLE,
+        )
+        given, example = {field.name: value}, _example(field.default, whole)
+        if str(field.type).startswith("tuple[") and isinstance(value, Iterable):
+            object.__setattr__(settings, field.name, tuple(value))  # a list, from a file
+        if isinstance(value, str) and field.type in _NUMBERS:
+            why = f"{field.name} is a number; write {_number(value, example)}, without quotes"
+            refuse(owner, why, **given)
+        if whole and isinstance(value, float) and not value.is_integer():
+            better = math.ceil(value) if 1 <= value < math.inf else example
+            refuse(owner, f"{field.name} is a whole number; use {better}", **given)
+        annotation: Any = field.type
+        choices = _choices(annotation)
+        if choices:
+            # Many will pass a torch.dtype; YAML, hparams and repr can only hold a string.
+            if (name := str(value).removeprefix("torch.")) in choices:
+                object.__setattr__(settings, field.name, name)
+            elif value not in choices:
+                refuse(owner, said or f"use {_either(choices)}", **given)
+        elif said and not (value is None and "None" in str(annotation)):
+            limit = _Limit.read(said)
+            if not limit.holds(value):
+                refuse(owner, limit.sentence(whole, example), **given)
+
+
+@functools.cache
+def _limits(cls: type) -> Mapping[str, str]:
+    said: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        said |= vars(base).get("limits", {})
+    return said
+
+
+@functools.cache
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """Return the choices of a ``Literal``, given as a type or as text; none of other types."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return typing.get_args(annotation)
+    said = isinstance(annotation, str) and re.fullmatch(r"Literal\[([^\[\]]+)\]", annotation)
+    return ast.literal_eval(f"({said[1]},)") if said else ()
+
+
+def _raises(cls: type) -> str:
+    """Return the section of a docstring on what ``check_fields`` refuses of numbers and words."""
+    fields = {name: each.type for name, each in getattr(cls, "__dataclass_fields__", {}).items()}
+    limits, wrong = _limits(cls), []
+    for name, annotation in {**fields, **inspect.get_annotations(cls)}.items():
+        if choices := _choices(annotation):
+            wrong.append(f"``{name}`` is not {_either(choices)}")
+        elif name in limits:
+            limit = _Limit.read(limits[name])
+            wrong.append(f"``{name}`` is not {limit.rule}")
+    said = textwrap.fill(f"ValueError: {'; '.join(wrong)}.", 96, subsequent_indent="    ")
+    return f"\n\nRaises:\n{textwrap.indent(said, '    ')}" if wrong else ""
+
+
+def _either(choices: Sequence[Any]) -> str:
+    """Return choices as a sentence has them: ``'a', 'b' or 'c'``."""
+    *others, last = map(repr, choices)
+    return " or ".join(filter(None, (", ".join(others), last)))
 
 
 def short(value: Any) -> str:

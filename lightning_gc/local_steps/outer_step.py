@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -44,18 +43,12 @@ class OuterSGD(Settings):
     lr: float = 1.0
     momentum: float = 0.0
     nesterov: bool = False
+    limits = {
+        "lr": "(0, inf) the outer learning rate; 1.0, which averages the workers' weights",
+        "momentum": "[0, 1); 0.9, or 0.0 for none",
+    }
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < math.inf:
-            raise ValueError(
-                f"OuterSGD(lr={self.lr!r}): the outer learning rate must be above 0; use 1.0, "
-                f"which averages the workers' weights."
-            )
-        if not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"OuterSGD(momentum={self.momentum!r}): it must be in [0, 1); use 0.9, or 0.0 for "
-                f"none."
-            )
         if self.nesterov and not self.momentum:
             raise ValueError(
                 "OuterSGD(nesterov=True) needs momentum; use OuterSGD.diloco(), or nesterov=False."

@@ -63,13 +63,11 @@ class GrowingRounds(Settings):
     alpha: float
     base: int = 4
     longest: int | None = None
+    limits = {
+        "alpha": "(0, inf) alpha, in units of the learning rate,; the largest rate times √base",
+    }
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha < math.inf:
-            raise ValueError(
-                f"GrowingRounds(alpha={self.alpha!r}): it must be above 0, in units of the "
-                f"learning rate; use the largest rate times √base."
-            )
         for name, steps in (("base", self.base), ("longest", self.longest)):
             if steps is not None and (not isinstance(steps, int) or steps < 1):
                 raise ValueError(
@@ -148,6 +146,11 @@ class Elastic(Settings):
     address: str | None = field(default=None, repr=False)
     ports: tuple[int, int] | None = field(default=None, repr=False)
     roll: str | Path | None = field(default=None, repr=False)
+    limits = {
+        "grace": f"[0, {_LONGEST:g}] the number of seconds",
+        "timeout": f"[1, {_LONGEST:g}] the number of seconds",
+        "patience": f"[1, {_LONGEST:g}] the number of seconds",
+    }
 
     @property
     def in_folder(self) -> bool:
@@ -185,14 +188,6 @@ class Elastic(Settings):
             raise ValueError(
                 f"Elastic(min_workers={self.min_workers!r}): use 1 or more, such as 2, as an int."
             )
-        for name, least in (("grace", 0.0), ("timeout", 1.0), ("patience", 1.0)):
-            seconds = getattr(self, name)
-            number = isinstance(seconds, float | int) and not isinstance(seconds, bool)
-            if not number or not least <= seconds <= _LONGEST:
-                raise ValueError(
-                    f"Elastic({name}={seconds!r}): give {least:g} seconds or more, such as 30, and "
-                    f"at most {_LONGEST:g}."
-                )
         if self.number is not None and (not _is_whole(self.number) or self.number < 0):
             raise ValueError(
                 f"Elastic(number={self.number!r}): numbers begin with 0; give an int, or leave it "

@@ -72,6 +72,9 @@ class Unequal(Settings):
     weigh: Weigh = "steps"
     grace: float | None = None
     median_clip: bool = False
+    limits = {
+        "grace": "[0, inf) the seconds to wait for late workers; 0.5, or None to wait for all",
+    }
 
     def __post_init__(self) -> None:
         if not isinstance(self.pace, str):  # a list, from a file
@@ -84,11 +87,6 @@ class Unequal(Settings):
             )
         if self.weigh not in get_args(Weigh):
             raise ValueError(f"Unequal(weigh={self.weigh!r}): use 'steps', 'tokens' or 'equal'.")
-        if self.grace is not None and not 0 <= self.grace < math.inf:
-            raise ValueError(
-                f"Unequal(grace={self.grace!r}): give the seconds to wait for late workers, 0 or "
-                f"more; use None to wait for all."
-            )
 
     def check_workers(self, owner: str, workers: int) -> None:
         """Raise ValueError unless there is a speed for each worker, if speeds are given."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_gc.compressors.base import Compressor
 from lightning_gc.core import Bucket, Choice, Flow, Range, Reply, Request
 from lightning_gc.core.combinations import judge
-from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 from lightning_gc.memories.storage import Storage
 from lightning_gc.schemes.base import Scheme
@@ -153,12 +152,9 @@ class OwnMomentum(Memory):
     """A memory with momentum, which the optimizer's would be added to."""
 
     momentum: float = 0.9
+    limits = {"momentum": "[0, 1)"}
 
     conserves = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            refuse(self, "it must be in [0, 1); use 0.9", momentum=self.momentum)
 
     def check_optimizer(self, group: Mapping[str, Any]) -> None:
         refuse_momentum(self, group)

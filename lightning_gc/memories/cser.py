@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.core import Bucket, Choice, Flow
-from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
@@ -48,13 +47,10 @@ class CSER(Memory):
     """
 
     every: int = 128
+    limits = {"every": "[1, inf) the number of steps"}
 
     buffers = ("error",)
     space = (Choice("every", (8, 32, 128)),)
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.every != int(self.every):
-            refuse("CSER", "give a whole number of steps, at least 1", every=self.every)
 
     @property
     def lookahead(self) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.core import Range
-from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientDifferences
 
 
@@ -26,9 +25,6 @@ class DIANA(GradientDifferences):
         ``Σ_i h_i / W``, which all workers keep, is the mean of the estimates, up to float32's
         rounding; ``E[applied_t] = mean_i g_t`` for an unbiased compressor.
 
-    Raises:
-        ValueError: ``alpha`` outside (0, 1].
-
     Example:
         >>> from lightning_gc import DIANA, QSGD, CompressedDDPStrategy
         >>> strategy = CompressedDDPStrategy(QSGD(4), memory=DIANA(0.25))
@@ -39,13 +35,9 @@ class DIANA(GradientDifferences):
     """
 
     alpha: float = 0.25
+    limits = {"alpha": "(0, 1] the share by which estimates move; 0.25, or EF21() for 1"}
 
     space = (Range("alpha", 0.02, 1.0, scale="log"),)
-
-    def __post_init__(self) -> None:
-        if not 0 < self.alpha <= 1:
-            why = "the share by which estimates move must be in (0, 1]; use 0.25, or EF21() for 1"
-            refuse("DIANA", why, alpha=self.alpha)
 
     @property
     def follows(self) -> float:

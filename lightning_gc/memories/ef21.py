@@ -64,13 +64,7 @@ class EF21(GradientDifferences):
     """
 
     momentum: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.momentum is not None and not 0 < self.momentum <= 1:
-            raise ValueError(
-                f"EF21(momentum={self.momentum!r}): the weight of the new gradient must be in "
-                f"(0, 1]; use 0.1, or None for no average."
-            )
+    limits = {"momentum": "(0, 1] the weight of the new gradient; 0.1, or None for no average"}
 
     @property
     def buffers(self) -> tuple[str, ...]:  # type: ignore[override]

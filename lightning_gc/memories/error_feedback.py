@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from lightning_gc.core import Bucket, Flow
-from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
@@ -29,9 +27,6 @@ class ErrorFeedback(Memory):
             most code, including that paper's. With a constant learning rate both are the same.
             Meant for SGD: Adam and others divide a step by the scale of what they are given.
 
-    Raises:
-        ValueError: ``decay`` outside (0, 1], a ``gain`` that is not positive.
-
     Example:
         >>> from lightning_gc import ErrorFeedback
         >>> ErrorFeedback().conserves
@@ -46,18 +41,15 @@ class ErrorFeedback(Memory):
     decay: float = 1.0
     lr_aware: bool = False
     gain: float = 1.0
+    limits = {
+        "decay": (
+            "(0, 1] the weight of the old error; 1.0 to lose nothing, or NoMemory() to remember "
+            "nothing"
+        ),
+        "gain": "(0, inf) the new gradient's weight",
+    }
 
     buffers = ("error",)
-
-    def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise ValueError(
-                f"ErrorFeedback(decay={self.decay!r}): the weight of the old error must be in "
-                f"(0, 1]; use 1.0 to lose nothing, or NoMemory() to remember nothing."
-            )
-        if not 0 < self.gain < math.inf:
-            why = "the new gradient's weight must be above 0; use 1.0"
-            refuse("ErrorFeedback", why, gain=self.gain)
 
     @property
     def conserves(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.core import Bucket, Flow
-from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
@@ -21,9 +20,6 @@ class ErrorReset(Memory):
     Args:
         every: steps between resets, at least 1. Higher means fewer bytes and older errors.
 
-    Raises:
-        ValueError: ``every`` below 1.
-
     Example:
         >>> from lightning_gc import ErrorReset
         >>> ErrorReset(every=100)
@@ -37,12 +33,9 @@ class ErrorReset(Memory):
     """
 
     every: int = 128
+    limits = {"every": "[1, inf) the number of steps"}
 
     buffers = ("error",)
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.every != int(self.every):
-            refuse("ErrorReset", "give a whole number of steps, at least 1", every=self.every)
 
     def flow(self, bucket: Bucket, state: State, exchange: GradientExchange) -> Flow:
         due = (bucket.step + 1) % self.every == 0

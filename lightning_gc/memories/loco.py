@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_gc.core import Bucket, Flow, Range
-from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
-from lightning_gc.memories.storage import STORAGES, Storage, check_dtype
+from lightning_gc.memories.storage import NAMES, STORAGES, Storage
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,6 @@ class LoCo(Memory):
         every: N, steps between resets, at least 1.
         dtype: ``"int8"`` or ``"bfloat16"``, as for ``NarrowResidual``.
 
-    Raises:
-        ValueError: ``beta`` outside [0, 1), ``every`` below 1, an unknown ``dtype``.
-
     Example:
         >>> from lightning_gc import QSGD, CompressedDDPStrategy, LoCo
         >>> strategy = CompressedDDPStrategy(QSGD(bits=4), memory=LoCo())
@@ -44,18 +40,15 @@ class LoCo(Memory):
     beta: float = 0.8
     every: int = 1024
     dtype: Literal["int8", "bfloat16"] = "int8"
+    limits = {
+        "beta": "[0, 1) the weight of the old average",
+        "every": "[1, inf) the number of steps",
+        "dtype": NAMES,
+    }
 
     buffers = ("error",)
     conserves = False
     space = (Range("beta", 0.0, 0.95, scale="linear"),)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1:
-            why = "the weight of the old average must be in [0, 1); use 0.8"
-            refuse("LoCo", why, beta=self.beta)
-        if self.every < 1:
-            refuse("LoCo", "give a number of steps, at least 1", every=self.every)
-        check_dtype("LoCo", self.dtype)
 
     @property
     def stored(self) -> Storage:

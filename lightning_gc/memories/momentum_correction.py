@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_gc.compressors.base import Compressor
 from lightning_gc.core import Bucket, Flow, Range
 from lightning_gc.core.combinations import judge
-from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, OwnMomentum, State
 from lightning_gc.schemes.base import Scheme
 
@@ -70,19 +69,13 @@ class MomentumCorrection(OwnMomentum):
     clip: float | None = None
     weight_decay: float = 0.0
     masking: Literal["sent", "sampled", "none"] = "sent"
+    limits = {
+        "clip": "(0, inf) a norm; 1.0, or None for no clipping",
+        "weight_decay": "[0, inf); 0 for none, or 1e-4",
+    }
 
     buffers = ("error", "momentum")
     space = (Range("momentum", 0.1, 0.9),)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            refuse("MomentumCorrection", "a norm above 0, or None for no clipping", clip=self.clip)
-        if not 0 <= self.weight_decay < math.inf:
-            refuse("MomentumCorrection", "use 0 for none, or 1e-4", weight_decay=self.weight_decay)
-        if self.masking not in ("sent", "sampled", "none"):
-            why = "use 'sent', as the paper has it, 'sampled' or 'none'"
-            refuse("MomentumCorrection", why, masking=self.masking)
 
     @property
     def reads_weights(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_gc.core import Bucket, Flow
 from lightning_gc.memories.base import GradientExchange, Memory, State
-from lightning_gc.memories.storage import STORAGES, Storage, check_dtype
+from lightning_gc.memories.storage import NAMES, STORAGES, Storage
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,6 @@ class NarrowResidual(Memory):
     with another memory. ``lr_aware`` errors are not offered, since each change of the learning rate
     would round them again.
 
-    Raises:
-        ValueError: an unknown ``dtype``, ``decay`` outside (0, 1].
-
     Example:
         >>> from lightning_gc import NarrowResidual
         >>> NarrowResidual("int8").stored.bytes_per_element
@@ -55,17 +52,13 @@ class NarrowResidual(Memory):
 
     dtype: Literal["int8", "bfloat16"] = "int8"
     decay: float = 1.0
+    limits = {
+        "dtype": NAMES,
+        "decay": "(0, 1] the weight of the old error; 1.0, or NoMemory() to remember nothing",
+    }
 
     buffers = ("error",)
     conserves = False  # but on average
-
-    def __post_init__(self) -> None:
-        check_dtype("NarrowResidual", self.dtype)
-        if not 0 < self.decay <= 1:
-            raise ValueError(
-                f"NarrowResidual(decay={self.decay!r}): the weight of the old error must be in "
-                f"(0, 1]; use 1.0, or NoMemory() to remember nothing."
-            )
 
     @property
     def stored(self) -> Storage:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.core import Bucket, Flow, Mean
-from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
@@ -51,14 +50,12 @@ class StepAhead(Memory):
 
     alpha: float = 1.0
     average_every: int = 0
+    limits = {
+        "alpha": "[0, 1] the share of the error; 1",
+        "average_every": "[0, inf) the number of steps; 0 for never",
+    }
 
     buffers = ("error",)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            refuse("StepAhead", "the share of the error must be in [0, 1]; use 1", alpha=self.alpha)
-        if self.average_every < 0 or self.average_every != int(self.average_every):
-            refuse("StepAhead", "whole steps, or 0 for never", average_every=self.average_every)
 
     @property
     def lookahead(self) -> float:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.splitmix import words
 
 Kept: TypeAlias = tuple[Tensor, ...]
@@ -147,13 +146,8 @@ class BFloat16(Storage):
 
 
 STORAGES: dict[str, Storage] = {"int8": Int8Blocks(), "bfloat16": BFloat16()}
+NAMES = "use 'int8' or 'bfloat16', or ErrorFeedback() for float32"
 """Storages by the name that a memory's ``dtype`` gives."""
-
-
-def check_dtype(name: str, dtype: str) -> None:
-    """Raise ValueError unless a storage has this name."""
-    if dtype not in STORAGES:
-        refuse(name, "use 'int8' or 'bfloat16', or ErrorFeedback() for float32", dtype=dtype)
 
 
 class _Draw:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gc.core import Bucket, Flow, Range
-from lightning_gc.core.refusal import refuse
 from lightning_gc.memories.base import GradientExchange, Memory, State
 
 
@@ -24,9 +23,6 @@ class WeightedError(Memory):
             is less stable.
         beta: weight of older errors, in [0, 1]. Higher accumulates over more steps.
 
-    Raises:
-        ValueError: ``alpha`` or ``beta`` outside these ranges.
-
     Example:
         >>> from lightning_gc import WeightedError
         >>> WeightedError().buffers
@@ -39,13 +35,10 @@ class WeightedError(Memory):
 
     alpha: float = 0.2
     beta: float = 0.9
+    limits = {"alpha": "(0, 1]", "beta": "[0, 1]"}
 
     buffers = ("error", "history")
     space = (Range("alpha", 0.02, 1.0, scale="log"), Range("beta", 0.5, 1.0))
-
-    def __post_init__(self) -> None:
-        if not 0 < self.alpha <= 1 or not 0 <= self.beta <= 1:
-            refuse(f"{self}", "alpha must be in (0, 1] and beta in [0, 1]; use 0.2 and 0.9")
 
     @property
     def conserves(self) -> bool:

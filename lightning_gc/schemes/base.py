@@ -13,7 +13,6 @@ from lightning_gc.compressors.base import Collective, Compressor, dense
 from lightning_gc.compressors.joint import Joint, WholeCodec
 from lightning_gc.core import Bucket, Exchange, Flow, Limits, Payload
 from lightning_gc.core.combinations import judge
-from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 
 
@@ -84,13 +83,9 @@ class NodeScheme(Scheme):
     """A scheme that averages in each node first; consecutive workers are a node."""
 
     workers_per_node: int = 8
+    limits = {"workers_per_node": "[1, inf) each machine's number of workers"}
 
     cuts = True
-
-    def __post_init__(self) -> None:
-        if self.workers_per_node < 1 or self.workers_per_node != int(self.workers_per_node):
-            why = "give the number of workers of each machine, at least 1"
-            refuse(self, why, workers_per_node=self.workers_per_node)
 
     def check(self, compressor: Compressor) -> None:
         super().check(compressor)

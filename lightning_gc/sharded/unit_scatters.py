@@ -74,12 +74,9 @@ class ReduceScatter(Scheme):
     """
 
     workers_per_node: int = 1
+    limits = {"workers_per_node": "[1, inf) each machine's number of workers"}
 
     cuts = scatters = True
-
-    def __post_init__(self) -> None:
-        if self.workers_per_node < 1:
-            raise ValueError(f"{self}: give the number of workers of each machine, at least 1.")
 
     def check(self, compressor: Compressor) -> None:
         """Refuse what has no payload for one worker alone."""

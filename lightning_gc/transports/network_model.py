@@ -80,12 +80,16 @@ class NetworkModel(Settings):
     schedule: tuple[tuple[int, float | Rate], ...] = ()
     up_gbps: float | None = None
     down_gbps: float | None = None
+    limits = {
+        "bandwidth_gbps": "(0, inf) 10⁹ bits/s",
+        "up_gbps": "(0, inf) 10⁹ bits/s",
+        "down_gbps": "(0, inf) 10⁹ bits/s",
+        "latency_us": "[0, inf) the microseconds",
+        "knee_bytes": "[0, inf) the number of bytes",
+    }
 
     def __post_init__(self) -> None:
         up, down, usual = self.up_gbps, self.down_gbps, self.bandwidth_gbps
-        for name, rate in (("bandwidth_gbps", usual), ("up_gbps", up), ("down_gbps", down)):
-            if rate is not None and not 0 < rate < math.inf:
-                refuse("NetworkModel", "give 10⁹ bits/s, above 0", **{name: rate})
         if (up is None) != (down is None) or (up is not None and usual != _USUAL):
             refuse(
                 "NetworkModel",
@@ -95,9 +99,6 @@ class NetworkModel(Settings):
                 up_gbps=up,
                 down_gbps=down,
             )
-        for name, unit in (("latency_us", "microseconds"), ("knee_bytes", "bytes")):
-            if not 0 <= getattr(self, name) < math.inf:
-                refuse("NetworkModel", f"give {unit}, 0 or more", **{name: getattr(self, name)})
         if self.topology not in get_args(Topology):
             known = ", ".join(map(repr, get_args(Topology)))
             refuse("NetworkModel", f"use one of {known}", topology=self.topology)

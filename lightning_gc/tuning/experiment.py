@@ -82,27 +82,20 @@ class Experiment(Settings):
     devices: int = 1
     timeout: float = 3600.0
     trainer: Mapping[str, Any] = field(default_factory=dict)
+    limits = {
+        "trials": "[1, inf)",
+        "workers": "[1, inf)",
+        "devices": "[1, inf)",
+        "patience": "[1, inf) the number of epochs; 5, or None",
+        "warmup": "[0, inf) the number of epochs",
+        "timeout": "(0, inf] the seconds",
+    }
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+", self.name):
             refuse("Experiment", "use letters and digits", name=self.name)
-        choices = {"mode": ("min", "max"), "sampler": ("tpe", "random")}
-        choices |= {"objective": ("metric", "pareto"), "pruner": ("median", "none")}
-        for setting, allowed in choices.items():
-            value = getattr(self, setting)
-            if value not in allowed:
-                refuse(f"{setting}={value!r}: use {' or '.join(map(repr, allowed))}")
-        for setting in ("trials", "workers", "devices"):
-            if getattr(self, setting) < 1:
-                refuse(f"{setting}={getattr(self, setting)}: must be at least 1")
-        if self.patience is not None and self.patience < 1:
-            refuse(f"patience={self.patience}: count epochs, 1 or more")
-        if self.warmup < 0:
-            refuse(f"warmup={self.warmup}: count epochs, 0 or more")
         if not self.seeds:
             refuse("seeds=(): give one or more, such as (0, 1, 2)")
-        if not self.timeout > 0:
-            refuse(f"timeout={self.timeout}: give seconds above 0, such as 3600")
         check_budget(self.budget)
         groups = hasattr(os, "killpg")
         judge("Experiment", of=self, has_groups=groups, platform=sys.platform)

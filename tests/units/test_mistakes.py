@@ -126,7 +126,7 @@ MISTAKES = [
     ("QSGD(0.01)", "QSGD(bits=0.01): bits is a whole number; use 4."),
     (
         "TopK(1.5)",
-        "TopK(density=1.5): density is the share of elements sent and ...; use 0.01 ...",
+        "TopK(density=1.5): density, the share of elements sent, ...; use 0.01 ...",
     ),
     # keyword arguments
     (

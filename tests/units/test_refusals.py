@@ -54,7 +54,7 @@ nan, inf = float("nan"), float("inf")
         (lambda: HardThreshold(inf), "threshold=inf", "use 0.01"),
         (lambda: Cast("float8"), "dtype='float8'", "use 'bfloat16'"),  # type: ignore[arg-type]
         (lambda: ErrorFeedback(decay=0.0), "decay=0.0", "NoMemory()"),
-        (lambda: SizeSwitch(TopK(), min_numel=-1), "min_numel=-1", "0 turns a limit off"),
+        (lambda: SizeSwitch(TopK(), min_numel=-1), "min_numel=-1", "turns a limit off"),
         (lambda: PerParameter("topk"), "'topk'", "TopK(0.01)"),  # type: ignore[arg-type]
         (lambda: Identity().at(0.5), "0.5", "no knob"),
         (lambda: TopK().at(nan), "nan", "give a number"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.base import Variance, Waits
-from lightning_gc.compressors.low_rank.factorisation import RANK, check_rank, sides
+from lightning_gc.compressors.low_rank.factorisation import RANK, RANKS, sides
 from lightning_gc.compressors.low_rank.singular_triplets import SingularTriplets
 from lightning_gc.core import Bucket
 
@@ -37,9 +37,6 @@ class AtomoSVD(SingularTriplets):
     longer side are multiplied by σ/p. An element takes ``32·rank·(1/n + 1/m)`` bits on average:
     0.25 for 512 x 512 at rank 2. Where that is 32 or more, u is empty and v is the tensor.
 
-    Raises:
-        ValueError: ``rank`` below 1 or no whole number.
-
     Example:
         >>> from lightning_gc import AtomoSVD
         >>> AtomoSVD(rank=2).bound(64 * 64)
@@ -51,12 +48,10 @@ class AtomoSVD(SingularTriplets):
     """
 
     rank: int = 2
+    limits = {"rank": RANKS}
 
     traits = replace(RANK, unbiased=True)
     waits = Waits(2)
-
-    def __post_init__(self) -> None:
-        check_rank("AtomoSVD", self.rank)
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         """Return whether ``rank`` triplets are smaller than the tensor."""

@@ -27,10 +27,10 @@ from lightning_gc.core import (
     payload_validation,
     together,
 )
-from lightning_gc.core.refusal import refuse
 from lightning_gc.core.saved_state import NOTHING
 from lightning_gc.kernels.dispatch import used_here
 
+RANKS = "[1, inf) the number of columns; 2"
 RANK = Traits(
     kind="low rank",
     portable=False,
@@ -55,13 +55,9 @@ class LowRank(BatchedCollective):
     rank: int = 2
     min_ratio: float = 2.0
     dense_steps: int = 0
+    limits = {"rank": RANKS, "min_ratio": "[0, inf]", "dense_steps": "[0, inf)"}
 
     traits = replace(RANK, linear=True)
-
-    def __post_init__(self) -> None:
-        check_rank(type(self).__name__, self.rank)
-        if not self.min_ratio >= 0 or self.dense_steps < 0:
-            refuse(f"{self}", "min_ratio and dense_steps must be at least 0")
 
     @abc.abstractmethod
     def basis(self, p: Tensor) -> Tensor:
@@ -194,13 +190,6 @@ class Matrices(JointCollective):
         shape = (rows, rank - kept.shape[1])
         fresh = torch.randn(shape, generator=draw, device=buffer.device, dtype=buffer.dtype)
         return torch.cat([kept, fresh], dim=1)
-
-
-def check_rank(name: str, rank: float) -> None:
-    """Raise ValueError unless the rank is a number of columns."""
-    if not 1 <= rank < math.inf or rank != int(rank):
-        said = f"{name}(rank={rank!r})"
-        refuse(said, "the rank is a number of columns, 1 or more; use 2")
 
 
 def sides(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_gc.compressors.base import Collective, Contraction, Knob, Waits, dense
-from lightning_gc.compressors.low_rank.factorisation import RANK, check_rank
+from lightning_gc.compressors.low_rank.factorisation import RANK, RANKS
 from lightning_gc.core import (
     Bucket,
     Choice,
@@ -24,6 +24,7 @@ from lightning_gc.core import (
     Structure,
     Wire,
 )
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.saved_state import OneOf
 from lightning_gc.kernels.dispatch import used_here
 
@@ -83,6 +84,7 @@ class GradiVeQ(Collective):
     slice_size: int = 256
     every: int = 100
     dense_steps: int = 10
+    limits = {"rank": RANKS, "slice_size": "[2, inf)", "dense_steps": "[1, inf)"}
 
     traits = replace(
         RANK,
@@ -94,17 +96,8 @@ class GradiVeQ(Collective):
     waits = Waits(0, 2)  # whether something has been seen, and for eigenvectors, once a cycle
 
     def __post_init__(self) -> None:
-        check_rank("GradiVeQ", self.rank)
-        for field, least in (
-            ("slice_size", 2),
-            ("dense_steps", 1),
-            ("every", self.dense_steps + 1),
-        ):
-            value = getattr(self, field)
-            if value < least or value != int(value):
-                raise ValueError(
-                    f"GradiVeQ({field}={value!r}): it must be a whole number of at least {least}."
-                )
+        if self.every <= self.dense_steps:
+            refuse("GradiVeQ", f"give more than dense_steps={self.dense_steps}", every=self.every)
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         """Return whether there are more slices than coordinates of one, and fewer coordinates."""

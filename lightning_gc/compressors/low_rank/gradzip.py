@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors.low_rank.factorisation import LowRank
-from lightning_gc.core.refusal import refuse
-
-_LEAST = 1e-12  # below, float32's rounding of both factors would be seen in their product
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,6 @@ class GradZip(LowRank):
         Two all-reduces one after the other, M·Q, then Mᵀ·P, as ``PowerSGD``'s; so are the bits and
         the state.
 
-    Raises:
-        ValueError: ``rank`` below 1 or no whole number, a negative ``min_ratio`` or
-            ``dense_steps``, a ``regulariser`` below 1e-12.
-
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, GradZip
         >>> strategy = CompressedDDPStrategy(GradZip(rank=2))
@@ -65,12 +58,8 @@ class GradZip(LowRank):
     """
 
     regulariser: float = 1e-8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not _LEAST <= self.regulariser < float("inf"):
-            why = f"it prevents a division by zero and must be at least {_LEAST:g}; use 1e-8"
-            refuse("GradZip", why, regulariser=self.regulariser)
+    # Below, float32's rounding of both factors would be seen in their product.
+    limits = {"regulariser": "[1e-12, inf) what prevents a division by zero; 1e-8"}
 
     def basis(self, p: Tensor) -> Tensor:
         """Scale the longest column to length 1. In float64 squares of 1e30 are numbers."""

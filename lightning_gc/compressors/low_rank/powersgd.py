@@ -44,10 +44,6 @@ class PowerSGD(LowRank):
         Q of every parameter, of the step before. It is in checkpoints. When a controller moves
         ``rank``, columns are dropped, or further ones drawn, equally on all workers.
 
-    Raises:
-        ValueError: ``rank`` below 1 or no whole number, a negative ``min_ratio`` or
-            ``dense_steps``.
-
     Example:
         >>> from lightning_gc import CompressedDDPStrategy, PowerSGD
         >>> strategy = CompressedDDPStrategy(PowerSGD(rank=2))

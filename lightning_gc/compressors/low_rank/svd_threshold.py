@@ -12,7 +12,6 @@ from lightning_gc.compressors.base import AbsoluteError, Knob, Traits, Waits
 from lightning_gc.compressors.low_rank.factorisation import sides
 from lightning_gc.compressors.low_rank.singular_triplets import SingularTriplets
 from lightning_gc.core import Bucket, Range
-from lightning_gc.core.refusal import refuse
 
 _LARGEST = 2.0**16  # times the threshold: above that length float32's rounding might reach it
 _ROUNDING = 2.0**-4  # in thresholds: see bound
@@ -40,9 +39,6 @@ class SVDThreshold(SingularTriplets):
     The number of triplets differs between workers and steps. An element takes ``32·k·(1/n + 1/m)``
     bits where k are sent.
 
-    Raises:
-        ValueError: a ``threshold`` outside 1e-37..1e38.
-
     Example:
         >>> import torch
         >>> from lightning_gc import SVDThreshold
@@ -57,6 +53,7 @@ class SVDThreshold(SingularTriplets):
     """
 
     threshold: float = 0.1
+    limits = {"threshold": "[1e-37, 1e38] the least singular value that is sent"}
 
     traits = Traits(
         kind="low rank",
@@ -65,11 +62,6 @@ class SVDThreshold(SingularTriplets):
         space=(Range("threshold", 1e-4, 1.0, scale="log"),),
     )
     waits = Waits(2)
-
-    def __post_init__(self) -> None:
-        if not 1e-37 <= self.threshold <= 1e38:
-            why = "the least singular value that is sent must be in 1e-37..1e38; use 0.1, say"
-            refuse("SVDThreshold", why, threshold=self.threshold)
 
     def smaller(self, shape: tuple[int, ...], triplets: int | None) -> bool:
         return triplets is None or triplets * sum(sides(shape)) < math.prod(shape)

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Codec, Knob, Variance
 from lightning_gc.compressors.quantisers import integer_sums
-from lightning_gc.compressors.quantisers.blockwise_codes import BITS, BLOCK_SIZES, check_block_size
+from lightning_gc.compressors.quantisers.blockwise_codes import BITS, BLOCK_SIZES, BLOCKS
 from lightning_gc.core import Bucket, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.quantise import in_blocks
 
 _SAMPLE = 4096  # elements by which levels are chosen, about
@@ -43,9 +42,6 @@ class AQSGD(Codec):
 
     With 3 bits in blocks of 512 an element takes 3.06 bits.
 
-    Raises:
-        ValueError: ``bits`` outside 2..8, ``block_size`` below 1.
-
     Example:
         >>> import torch
         >>> from lightning_gc import AQSGD
@@ -62,18 +58,13 @@ class AQSGD(Codec):
 
     bits: int = 3
     block_size: int = 512
+    limits = {"bits": "[2, 8] the number of bits, sign included,", "block_size": BLOCKS}
 
     traits = replace(
         BITS,
         knob=Knob("bits", low=2, high=8, scale="linear", integer=True),
         space=(Range("bits", 2, 8, integer=True), BLOCK_SIZES),
     )
-
-    def __post_init__(self) -> None:
-        if self.bits not in range(2, 9):
-            why = "bits counts the sign and must be a whole number in 2..8; use 3, say"
-            refuse("AQSGD", why, bits=self.bits)
-        check_block_size("AQSGD", self.block_size)
 
     @property
     def _most(self) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor
 from lightning_gc.compressors.base import Contraction, Knob, Traits
 from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, BlockwiseCodes
 from lightning_gc.core import Range
-from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.blocks import RANGE, BlockCode
 from lightning_gc.kernels.signs import in_pairs
 
@@ -31,9 +30,6 @@ class BinMeans(BlockwiseCodes):
 
     With 2 bits in blocks of 512 an element takes 2.25 bits.
 
-    Raises:
-        ValueError: ``bits`` outside 1..4, ``block_size`` below 1.
-
     Example:
         >>> import torch
         >>> from lightning_gc import BinMeans
@@ -52,6 +48,7 @@ class BinMeans(BlockwiseCodes):
 
     bits: int = 2
     block_size: int = 512
+    limits = {"bits": "[1, 4] the number of bits; 2 for 4 bins"}
 
     coding = "bins, ascending"
     traits = Traits(
@@ -60,11 +57,6 @@ class BinMeans(BlockwiseCodes):
         space=(Range("bits", 1, 4, integer=True), BLOCK_SIZES),
         portable=True,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bits not in range(1, 5):
-            refuse("BinMeans", "use a whole number in 1..4, such as 2 for 4 bins", bits=self.bits)
 
     @property
     def numbers(self) -> tuple[str, ...]:  # type: ignore[override]

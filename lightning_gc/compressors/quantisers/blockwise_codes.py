@@ -16,9 +16,12 @@ from lightning_gc.compressors.base import Codec, Contraction, Knob, Traits, Vari
 from lightning_gc.compressors.joint import JointTable, WholeCodec
 from lightning_gc.core import Bucket, Choice, Field, Payload, Range, Wire, payload_validation
 from lightning_gc.core.bit_packing import pack, packed_bytes, unpack
-from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.blocks import BlockCode
 from lightning_gc.kernels.quantise import dequantise, in_blocks, largest, pieces, quantise
+
+BLOCKS = "[1, inf) a block's number of elements; 512"
+CODES = "[2, 16] the number of bits, sign included,; 4 for about an eighth of the bytes of float32"
+"""Limits of ``block_size`` and ``bits``."""
 
 BLOCK_SIZES = Choice("block_size", (64, 256, 1024, 4096))
 """Block sizes worth trying, of any quantiser."""
@@ -48,9 +51,7 @@ class BlockwiseCodes(Codec):
     block_size: int
     coding: str
     numbers: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        check_block_size(type(self).__name__, self.block_size)
+    limits = {"block_size": BLOCKS}
 
     @property
     def in_kernels(self) -> BlockCode | None:
@@ -131,13 +132,6 @@ class JointBlocks(JointTable):
         return len(self.codec.numbers) > 1
 
 
-def check_block_size(name: str, block_size: int) -> None:
-    """Raise ValueError unless the block size is a number of elements."""
-    if block_size < 1 or block_size != int(block_size):
-        said = f"{name}(block_size={block_size!r})"
-        refuse(said, "a block needs a whole number of elements, at least 1; use 512")
-
-
 class Blockwise8Bit(BlockwiseCodes):
     """Round the elements of each block to 256 values that follow from a few numbers.
 
@@ -161,6 +155,7 @@ class BlockwiseLevels(Codec):
     bits: int
     block_size: int
     norm: Literal["max", "l2"]
+    limits = {"bits": CODES, "block_size": BLOCKS}
 
     @property
     @abc.abstractmethod
@@ -171,13 +166,6 @@ class BlockwiseLevels(Codec):
     def traits(self) -> Traits:
         space = (*BITS.space, BLOCK_SIZES)
         return replace(BITS, unbiased=self.rounding == "stochastic", space=space)
-
-    def __post_init__(self) -> None:
-        name = type(self).__name__
-        check_bits(name, self.bits)
-        check_block_size(name, self.block_size)
-        if self.norm not in ("max", "l2"):
-            refuse(name, "use 'max' or 'l2'", norm=self.norm)
 
     @property
     def whole(self) -> WholeCodec:
@@ -266,15 +254,6 @@ class LookupTable:
         """Return the table of these settings on ``device``."""
         make = self._kept if device.type == "cpu" else self.make
         return make(*settings, device=device)
-
-
-def check_bits(name: str, bits: float) -> None:
-    """Raise ValueError unless codes can have this number of bits."""
-    if bits not in range(2, 17):
-        raise ValueError(
-            f"{name}(bits={bits!r}): bits counts the sign and must be a whole number in 2..16; use "
-            f"4 for about an eighth of the bytes of float32."
-        )
 
 
 def _lengths(blocks: Tensor, most: Tensor) -> Tensor:

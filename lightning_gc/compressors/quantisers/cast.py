@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_gc.compressors.base import Codec, Contraction, Traits
 from lightning_gc.compressors.joint import CodecScheme, WholeCodec, absorbed
 from lightning_gc.core import Bucket, Choice, Field, Payload, Wire
-from lightning_gc.core.refusal import refuse
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,9 +30,6 @@ class Cast(Codec):
     Args:
         dtype: ``"bfloat16"`` or ``"float16"``.
 
-    Raises:
-        ValueError: another ``dtype``.
-
     Example:
         >>> from lightning_gc import Cast
         >>> Cast("float16")
@@ -45,13 +41,6 @@ class Cast(Codec):
     traits = Traits(
         kind="quantiser", elementwise=True, space=(Choice("dtype", ("bfloat16", "float16")),)
     )
-
-    def __post_init__(self) -> None:
-        # Many will pass a torch.dtype; YAML, hparams and repr can only hold a string.
-        name = str(self.dtype).removeprefix("torch.")
-        if name not in _TYPES:
-            refuse("Cast", "use 'bfloat16' or 'float16'", dtype=self.dtype)
-        object.__setattr__(self, "dtype", name)
 
     @property
     def whole(self) -> WholeCodec:

@@ -40,9 +40,6 @@ class CodedQSGD(Codec):
         levels: s, from 1 to 1,048,576. Higher means less compression, less variance. The paper's
             sparse regime is 1, its dense one √d.
 
-    Raises:
-        ValueError: ``levels`` outside 1..1,048,576.
-
     Example:
         >>> from lightning_gc import CodedQSGD
         >>> CodedQSGD(64).bound(10_000)
@@ -54,6 +51,7 @@ class CodedQSGD(Codec):
     """
 
     levels: int = 64
+    limits = {"levels": f"[1, {_MOST}] a magnitude's number of levels"}
 
     traits = Traits(
         kind="quantiser",
@@ -62,13 +60,6 @@ class CodedQSGD(Codec):
         space=(Range("levels", 4, 1024, scale="log", integer=True),),
     )
     waits = Waits(coded_multiples.WAITS.least + 1, coded_multiples.WAITS.limit + 1)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.levels <= _MOST or self.levels != int(self.levels):
-            raise ValueError(
-                f"CodedQSGD(levels={self.levels!r}): the number of levels of a magnitude must be a "
-                f"whole number in 1..{_MOST:,}; use 64, say."
-            )
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take the rounded elements. On CUDA the host waits for the step and for lengths."""

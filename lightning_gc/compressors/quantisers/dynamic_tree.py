@@ -34,9 +34,6 @@ class DynamicTree(Blockwise8Bit):
 
     In blocks of 512 an element takes 8.06 bits.
 
-    Raises:
-        ValueError: ``block_size`` below 1.
-
     Example:
         >>> import torch
         >>> from lightning_gc import DynamicTree

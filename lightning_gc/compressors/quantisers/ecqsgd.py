@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_gc.compressors.quantisers.blockwise_codes import check_bits, check_block_size
+from lightning_gc.compressors.quantisers.blockwise_codes import BLOCKS, CODES
 from lightning_gc.compressors.quantisers.qsgd import QSGD
 from lightning_gc.compressors.wrappers.wrapper import Preset
 
@@ -23,9 +23,6 @@ class ECQSGD(Preset):
         block_size: as ``QSGD``'s.
         norm: as ``QSGD``'s.
 
-    Raises:
-        ValueError: as ``QSGD``.
-
     Example:
         >>> from lightning_gc import ECQSGD, CompressedDDPStrategy
         >>> CompressedDDPStrategy(ECQSGD(bits=2)).memory
@@ -39,13 +36,9 @@ class ECQSGD(Preset):
     bits: int = 4
     block_size: int = 512
     norm: Literal["max", "l2"] = "max"
+    limits = {"bits": CODES, "block_size": BLOCKS}
 
     memory_name = "weighted_error"
-
-    def __post_init__(self) -> None:
-        check_bits("ECQSGD", self.bits)
-        check_block_size("ECQSGD", self.block_size)
-        _ = self.inner  # QSGD checks the norm
 
     @functools.cached_property
     def inner(self) -> QSGD:

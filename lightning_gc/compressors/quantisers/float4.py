@@ -28,9 +28,6 @@ class Float4(Minifloat):
 
     In blocks of 64 an element takes 4.5 bits, in blocks of 512 4.06.
 
-    Raises:
-        ValueError: an unknown ``format``, ``block_size`` below 1.
-
     Example:
         >>> import torch
         >>> from lightning_gc import Float4

@@ -29,9 +29,6 @@ class Float8(Minifloat):
     In blocks of 512 an element takes 8.06 bits. The default is the format of today's hardware; what
     papers call Dettmers' 8-bit quantisation is ``"1-3-4"``.
 
-    Raises:
-        ValueError: an unknown ``format``, ``block_size`` below 1.
-
     Example:
         >>> import torch
         >>> from lightning_gc import Float8

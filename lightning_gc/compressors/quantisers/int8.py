@@ -12,7 +12,6 @@ from lightning_gc.compressors.quantisers.blockwise_codes import BLOCK_SIZES, Blo
 from lightning_gc.kernels.blocks import BlockCode
 
 _STEPS = 255
-_LARGEST_BLOCK = 1 << 16
 _ROUNDING = 1.0001
 
 
@@ -26,9 +25,6 @@ class Int8(Blockwise8Bit):
 
     Args:
         block_size: elements that share one range. Smaller means less error and more ranges to send.
-
-    Raises:
-        ValueError: ``block_size`` below 1 or above 65,536.
 
     Example:
         >>> import torch
@@ -45,18 +41,16 @@ class Int8(Blockwise8Bit):
     """
 
     block_size: int = 512
+    limits = {
+        "block_size": (
+            "[1, 65536] a block's number of elements; 512. In larger blocks the error may be "
+            "larger than half of the gradient"
+        ),
+    }
 
     coding = "steps from low to high"
     numbers = ("lows", "highs")
     traits = Traits(kind="quantiser", space=(BLOCK_SIZES,))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block_size > _LARGEST_BLOCK:
-            raise ValueError(
-                f"Int8(block_size={self.block_size!r}): with more than {_LARGEST_BLOCK:,} elements "
-                f"in a block the error may be larger than half of the gradient; use 512."
-            )
 
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
         low, high = blocks.amin(dim=1).float() + 0.0, blocks.amax(dim=1).float() + 0.0  # not -0.0

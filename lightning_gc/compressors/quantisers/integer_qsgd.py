@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_gc.compressors.base import Collective, Variance
 from lightning_gc.compressors.quantisers import integer_sums
-from lightning_gc.compressors.quantisers.blockwise_codes import BITS, check_bits
+from lightning_gc.compressors.quantisers.blockwise_codes import BITS, CODES
 from lightning_gc.core import Bucket, Flow, Wire
 
 
@@ -33,9 +33,6 @@ class IntegerQSGD(Collective):
         need. Per worker ``(bits + ⌈log2(2·s·W + 1)⌉)·(W−1)/W`` bits an element: 4 + 7 for 4 bits
         and 8 workers.
 
-    Raises:
-        ValueError: ``bits`` outside 2..16.
-
     Example:
         >>> import torch
         >>> from lightning_gc import IntegerQSGD
@@ -51,11 +48,9 @@ class IntegerQSGD(Collective):
     """
 
     bits: int = 4
+    limits = {"bits": CODES}
 
     traits = BITS
-
-    def __post_init__(self) -> None:
-        check_bits("IntegerQSGD", self.bits)
 
     def rounds(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
         norm = yield from integer_sums.agreed(integer_sums.largest(buffer))

@@ -19,7 +19,6 @@ from torch import Tensor
 from lightning_gc.compressors.base import Contraction
 from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseCodes, LookupTable
 from lightning_gc.core import Wire
-from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.blocks import BlockCode, Book
 
 _MANTISSA, _BIAS = 23, 127  # of float32
@@ -111,13 +110,6 @@ class Minifloat(BlockwiseCodes):
 
     coding = "sign, exponent, mantissa"
     numbers = ("scales",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.format not in self.formats:
-            known = ", ".join(map(repr, self.formats))
-            why = f"formats are {known}; use {next(iter(self.formats))!r}"
-            refuse(self, why, format=self.format)
 
     def code(self, blocks: Tensor) -> tuple[Tensor, ...]:
         sent = self._scale_codes(blocks.abs().amax(dim=1).float())  # (b,)

@@ -56,9 +56,6 @@ class MXFP8(_Microscaling):
         format: ``"e4m3"`` is rounded by at most 1/17 of an element, and by 1/8 next to the block's
             largest. ``"e5m2"`` is rounded by at most 1/8 and reaches smaller elements.
 
-    Raises:
-        ValueError: an unknown ``format``.
-
     Example:
         >>> import torch
         >>> from lightning_gc import MXFP8

@@ -32,9 +32,6 @@ class QSGD(BlockwiseLevels):
     rounded a second time; under ``AllGather()`` every worker's tensor is rounded once, and bytes
     grow with W.
 
-    Raises:
-        ValueError: ``bits`` outside 2..16, ``block_size`` below 1, an unknown ``norm``.
-
     Example:
         >>> from lightning_gc import QSGD
         >>> QSGD(bits=3).at(8)

@@ -24,13 +24,9 @@ class _Ternary(Compressor):
     """Round the clipped element y to ``S·sign(y)`` with probability ``|y| / S``, else to zero."""
 
     clip: float | None = 2.5
-
-    def __post_init__(self) -> None:
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(
-                f"{self}: clip is a number of standard deviations, above 0; use the paper's "
-                f"2.5, or None not to clip."
-            )
+    limits = {
+        "clip": "(0, inf) a number of standard deviations; the paper's 2.5, or None not to clip",
+    }
 
     @functools.cached_property
     def traits(self) -> Traits:
@@ -154,9 +150,6 @@ class TernGrad(Preset):
         ``(2 + ⌈log2(2·W + 1)⌉)·(W−1)/W`` bits an element: 2 + 5 for 8 workers. With
         ``shared=False``, one round under a scheme.
 
-    Raises:
-        ValueError: ``clip`` not above 0.
-
     Example:
         >>> from lightning_gc import TernGrad
         >>> TernGrad().traits.unbiased, TernGrad(clip=None).traits.unbiased
@@ -169,11 +162,9 @@ class TernGrad(Preset):
 
     clip: float | None = 2.5
     shared: bool = True
+    limits = _Ternary.limits
 
     memory_name = "none"
-
-    def __post_init__(self) -> None:
-        _ = self.inner  # checks clip
 
     @functools.cached_property
     def inner(self) -> _TernGrad | _OwnScales:

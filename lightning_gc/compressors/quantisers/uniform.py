@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_gc.compressors.quantisers.blockwise_codes import BlockwiseLevels
-from lightning_gc.core.refusal import refuse
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,6 @@ class Uniform(BlockwiseLevels):
             then sent exactly. ``"l2"``, the block's length, is for ``"stochastic"``: most levels
             are above all elements, and of 4s² elements or more the nearest may be 0 for all.
 
-    Raises:
-        ValueError: ``bits`` outside 2..16, ``block_size`` below 1, an unknown ``norm`` or
-            ``rounding``.
-
     Example:
         >>> import torch
         >>> from lightning_gc import NoMemory, Uniform
@@ -52,11 +47,7 @@ class Uniform(BlockwiseLevels):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     block_size: int = 512
     norm: Literal["max", "l2"] = "max"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rounding not in ("nearest", "stochastic"):
-            refuse("Uniform", "use 'nearest', or 'stochastic' as in QSGD", rounding=self.rounding)
+    limits = {"rounding": "use 'nearest', or 'stochastic' as in QSGD"}
 
     @classmethod
     def examples(cls) -> tuple[Uniform, ...]:

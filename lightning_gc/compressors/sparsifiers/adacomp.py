@@ -31,9 +31,6 @@ class AdaComp(Codec):
         bin_size: elements in a bin, at least 1. Larger means more compression: a bin sends one or a
             few. The paper has 50 for convolutions and 500 for others.
 
-    Raises:
-        ValueError: ``bin_size`` below 1 or not whole.
-
     Example:
         >>> import torch
         >>> from lightning_gc import AdaComp
@@ -48,6 +45,11 @@ class AdaComp(Codec):
     """
 
     bin_size: int = 500
+    limits = {
+        "bin_size": (
+            "[1, inf) a bin's number of elements; 50 for convolutions and 500 for other layers"
+        ),
+    }
 
     traits = Traits(
         kind="sparsifier",
@@ -55,13 +57,6 @@ class AdaComp(Codec):
         space=(Range("bin_size", 50, 5000, scale="log", integer=True),),
     )
     waits = Waits(1)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.bin_size < float("inf") or self.bin_size != int(self.bin_size):
-            raise ValueError(
-                f"AdaComp(bin_size={self.bin_size!r}): a bin needs a whole number of elements, at "
-                f"least 1; use 50 for convolutions and 500 for other layers."
-            )
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Subtract the signed scale from chosen elements. On CUDA the host waits once."""

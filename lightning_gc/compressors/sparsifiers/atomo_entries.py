@@ -32,9 +32,6 @@ class AtomoEntries(DensitySparsifier, MagnitudeSampling):
     How many are sent differs between workers and steps: k ± √k. An element sent by chance has no
     value to send: where they are one in a hundred it takes 9.6 bits.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1].
-
     Example:
         >>> from lightning_gc import AtomoEntries
         >>> AtomoEntries(0.25).bound(1000)

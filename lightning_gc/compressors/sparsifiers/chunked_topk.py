@@ -13,7 +13,6 @@ from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, by_table
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.core import Bucket
-from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.sparse import MOST_IN_CHUNK, Row, Selection, chunks
 
 
@@ -35,9 +34,6 @@ class ChunkedTopK(DensitySparsifier, SparseCodec):
     As the paper's 64 of 4,096 an element takes 40 bits: its value, and 8 of its position, by
     Elias-Fano; the paper's offsets in a chunk take 12.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1], ``chunk`` below 1.
-
     Example:
         >>> import torch
         >>> from lightning_gc import ChunkedTopK
@@ -53,14 +49,9 @@ class ChunkedTopK(DensitySparsifier, SparseCodec):
 
     density: float = 64 / 4096
     chunk: int = 4096
+    limits = {"chunk": "[1, inf) a chunk's number of elements"}
 
     ragged = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.chunk < 1 or self.chunk != int(self.chunk):
-            why = "a chunk needs a whole number of elements, at least 1; use 4096"
-            refuse("ChunkedTopK", why, chunk=self.chunk)
 
     def most(self, numel: int) -> int:
         full, rest = divmod(numel, self.chunk)

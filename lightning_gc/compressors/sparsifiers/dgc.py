@@ -36,9 +36,6 @@ class DGC(Preset, DensitySparsifier):  # type: ignore[override]
         value_dtype: as ``TopK``'s.
         selection: as ``TopK``'s.
 
-    Raises:
-        ValueError: as ``TopK``.
-
     Example:
         >>> from lightning_gc import DGC, CompressedDDPStrategy
         >>> from lightning_gc.controllers import Schedule
@@ -56,10 +53,6 @@ class DGC(Preset, DensitySparsifier):  # type: ignore[override]
     selection: Literal["exact", "sampled"] = "sampled"
 
     memory_name = "momentum_correction"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.inner  # TopK checks the other fields
 
     @functools.cached_property
     def inner(self) -> TopK:

@@ -28,9 +28,6 @@ class FixedProportion(DensitySparsifier, Codec):
         density: share of either side sent, in (0, 1]; at least one element of a side that is not
             empty. Lower means more compression, more error.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1].
-
     Example:
         >>> import torch
         >>> from lightning_gc import FixedProportion

@@ -23,9 +23,6 @@ class GaussianK(ThresholdEstimator):
     Args:
         density: wanted share of elements, in (0, 1]. Lower means more compression, more error.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1].
-
     Example:
         >>> from lightning_gc import GaussianK
         >>> GaussianK(0.01).at(0.1)

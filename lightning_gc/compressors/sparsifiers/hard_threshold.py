@@ -32,9 +32,6 @@ class HardThreshold(SparseCodec):
         threshold: λ, in units of the (unscaled) gradient, at least 0. Higher means more
             compression. The paper's rule is ``1 / (2·sqrt(0.001·d))`` for d parameters in all.
 
-    Raises:
-        ValueError: a negative, infinite or NaN ``threshold``.
-
     Example:
         >>> from lightning_gc import HardThreshold
         >>> HardThreshold(0.005)
@@ -46,6 +43,7 @@ class HardThreshold(SparseCodec):
     """
 
     threshold: float = 0.01
+    limits = {"threshold": "[0, inf) the threshold, a magnitude,"}
 
     traits = Traits(
         kind="sparsifier",
@@ -53,13 +51,6 @@ class HardThreshold(SparseCodec):
         space=(Range("threshold", 1e-5, 0.1, scale="log"),),
     )
     waits = Waits(1)
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.threshold) and self.threshold >= 0):
-            raise ValueError(
-                f"HardThreshold(threshold={self.threshold!r}): the threshold is a magnitude and "
-                f"must be a finite number of at least 0; use 0.01, say."
-            )
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         return topk_selection.reaching(buffer, self.threshold)

@@ -51,9 +51,6 @@ class ModelTopK(DensitySparsifier, SparseCodec):
         Per tensor λ, c, the sum of logarithms, k, and their step. They are in checkpoints. Shards
         of ``TwoShot`` keep none: there each shard sends its own k largest in every step.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1].
-
     Example:
         >>> import torch
         >>> from lightning_gc import ModelTopK

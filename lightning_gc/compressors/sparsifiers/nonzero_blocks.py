@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_gc.compressors.base import Codec, Contraction, Traits, Waits
-from lightning_gc.compressors.quantisers.blockwise_codes import check_block_size
+from lightning_gc.compressors.quantisers.blockwise_codes import BLOCKS
 from lightning_gc.compressors.sparsifiers import sparse_codec
 from lightning_gc.core import Bucket, Choice, Field, Payload, Wire, elias_fano, payload_validation
 
@@ -30,9 +30,6 @@ class NonzeroBlocks(Codec):
     The paper adds blocks up on servers, which send back the union of them. Here every worker gets
     all blocks of all workers, by ``AllGather``, the default.
 
-    Raises:
-        ValueError: ``block_size`` below 1.
-
     Example:
         >>> import torch
         >>> from lightning_gc import NonzeroBlocks
@@ -49,6 +46,7 @@ class NonzeroBlocks(Codec):
     """
 
     block_size: int = 256
+    limits = {"block_size": BLOCKS}
 
     traits = Traits(
         kind="sparsifier",
@@ -56,9 +54,6 @@ class NonzeroBlocks(Codec):
         space=(Choice("block_size", (32, 64, 128, 256, 512)),),
     )
     waits = Waits(1)
-
-    def __post_init__(self) -> None:
-        check_block_size("NonzeroBlocks", self.block_size)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         """Take the blocks. On CUDA the host waits for their number."""

@@ -28,9 +28,6 @@ class RandomMask(RandomSparsifier):
         density: probability of each element, in (0, 1]. Lower means more compression, more error.
         shared: whether all workers draw the same mask.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1].
-
     Example:
         >>> from lightning_gc import RandomMask
         >>> RandomMask(0.25).bound(1000)

@@ -29,9 +29,6 @@ class RandomK(RandomSparsifier):
         unbiased: multiply sent elements by numel/k, for use without error feedback.
         shared: whether all workers draw the same elements.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1].
-
     Example:
         >>> from lightning_gc import RandomK
         >>> RandomK(density=0.01).traits.linear, RandomK(0.01, shared=False).traits.linear

@@ -12,7 +12,6 @@ from lightning_gc.compressors.base import Waits
 from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.topk_selection import ThresholdEstimator
 from lightning_gc.core import payload_validation
-from lightning_gc.core.refusal import refuse
 
 _AT_ONCE = 3  # halvings beside the host, for one wait
 
@@ -30,9 +29,6 @@ class RedSync(ThresholdEstimator):
         tolerance: length of the interval at which the search ends, above 0. Each halving is a pass
             over the tensor. The paper's code has 0.2: three passes, too few on heavy tails.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1], a ``tolerance`` that is not above 0.
-
     Example:
         >>> from lightning_gc import RedSync
         >>> RedSync(0.01).knob.field
@@ -44,12 +40,7 @@ class RedSync(ThresholdEstimator):
     """
 
     tolerance: float = 1e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.tolerance < 1:
-            why = "it is the length of an interval within 0..1 and must be above 0; use 0.001"
-            refuse("RedSync", why, tolerance=self.tolerance)
+    limits = {"tolerance": "(0, 1) the length of an interval"}
 
     @property
     def waits(self) -> Waits:

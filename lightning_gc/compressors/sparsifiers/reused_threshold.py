@@ -12,7 +12,6 @@ from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.core import COUNT, WHOLE, Bucket, Number, Numbers, Record, Structure
-from lightning_gc.core.refusal import refuse
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,6 @@ class ReusedThreshold(DensitySparsifier, SparseCodec):
         Per tensor τ, the step that found it, for how many steps it is used, and the density. They
         are in checkpoints. Shards of ``TwoShot`` keep none: each finds a threshold in every step.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1], ``every`` below 1.
-
     Example:
         >>> from lightning_gc import ReusedThreshold
         >>> ReusedThreshold(0.01, every=100)
@@ -59,13 +55,9 @@ class ReusedThreshold(DensitySparsifier, SparseCodec):
     """
 
     every: int = 1000
+    limits = {"every": "[1, inf) the number of steps"}
 
     waits = Waits(1, 2)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.every < 1 or self.every != int(self.every):
-            refuse("ReusedThreshold", "give a whole number of steps, at least 1", every=self.every)
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         # Shards of a tensor and parts of several have no state: their threshold is always new.

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_gc.compressors.sparsifiers.topk_selection import ThresholdEstimator
 from lightning_gc.core import payload_validation
-from lightning_gc.core.refusal import refuse
 
 _FIRST = 0.25  # the share that every stage but the last lets through
 
@@ -36,9 +35,6 @@ class SIDCo(ThresholdEstimator):
         fit: the distribution.
         stages: how many, at least 1 (the paper varies it); fewer for a large ``density``.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1], an unknown ``fit``, ``stages`` below 1.
-
     Example:
         >>> from lightning_gc import SIDCo
         >>> SIDCo(0.001, fit="pareto").stages
@@ -51,13 +47,7 @@ class SIDCo(ThresholdEstimator):
 
     fit: Literal["exponential", "pareto", "gamma"] = "exponential"
     stages: int = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fit not in ("exponential", "pareto", "gamma"):
-            refuse("SIDCo", "use 'exponential', 'pareto' or 'gamma'", fit=self.fit)
-        if self.stages < 1 or self.stages != int(self.stages):
-            refuse("SIDCo", "use a whole number, at least 1", stages=self.stages)
+    limits = {"stages": "[1, inf)"}
 
     def threshold(self, magnitudes: Tensor, k: int) -> Tensor:
         wanted = k / magnitudes.numel()

@@ -72,6 +72,10 @@ class SketchedSGD(DensitySparsifier, Collective):
     rows: int = 5
     columns: int = 10
     candidates: int = 4
+    limits = {
+        "columns": "[1, inf) the number per element sent",
+        "candidates": "[1, inf) the number per element sent",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,13 +84,6 @@ class SketchedSGD(DensitySparsifier, Collective):
                 f"SketchedSGD(rows={self.rows!r}): an estimate is the median over rows, so "
                 f"there must be an odd number, {_MOST_ROWS} at most; use 5."
             )
-        for field in ("columns", "candidates"):
-            value = getattr(self, field)
-            if value < 1 or value != int(value):
-                raise ValueError(
-                    f"SketchedSGD({field}={value!r}): it is a number per element sent, and "
-                    f"must be whole and at least 1."
-                )
 
     def _sizes(self, numel: int) -> tuple[int, int]:
         """Return the elements of a row of the sketch, and the candidates."""

@@ -28,9 +28,6 @@ class STC(Preset, DensitySparsifier):  # type: ignore[override]
     Args:
         density: share of elements sent, in (0, 1]. Lower means more compression, more error.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1].
-
     Example:
         >>> import torch
         >>> from lightning_gc import STC

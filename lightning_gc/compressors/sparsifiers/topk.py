@@ -14,7 +14,6 @@ from lightning_gc.compressors.sparsifiers import topk_selection
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec, by_table
 from lightning_gc.compressors.sparsifiers.topk_selection import DensitySparsifier
 from lightning_gc.core import Bucket
-from lightning_gc.core.refusal import refuse
 from lightning_gc.kernels.sparse import Row, Rule, Selection
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,9 +40,6 @@ class TopK(DensitySparsifier, SparseCodec):
 
     At density 1 % a sent element takes 40.6 bits, 24.6 with bfloat16.
 
-    Raises:
-        ValueError: ``density`` outside (0, 1], an unknown ``value_dtype`` or ``selection``.
-
     Example:
         >>> from lightning_gc import TopK
         >>> TopK(density=0.01).at(0.1).density
@@ -57,17 +53,14 @@ class TopK(DensitySparsifier, SparseCodec):
 
     value_dtype: Literal["float32", "bfloat16"] = "float32"
     selection: Literal["exact", "sampled"] = "exact"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.value_dtype not in _DTYPES:
-            why = "use 'float32' or 'bfloat16'. float16 would lose gradients below 6e-8 for good"
-            refuse("TopK", why, value_dtype=self.value_dtype)
-        if self.selection not in ("exact", "sampled"):
-            raise ValueError(
-                f"TopK(selection={self.selection!r}): use 'exact' for the k largest elements, or "
-                f"'sampled' for about as many in less time."
-            )
+    limits = {
+        "value_dtype": (
+            "use 'float32' or 'bfloat16'. float16 would lose gradients below 6e-8 for good"
+        ),
+        "selection": (
+            "use 'exact' for the k largest elements, or 'sampled' for about as many in less time"
+        ),
+    }
 
     @property
     def waits(self) -> Waits:

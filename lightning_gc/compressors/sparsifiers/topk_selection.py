@@ -156,19 +156,17 @@ class DensitySparsifier(Compressor):
     """Send k = density·numel elements, at least one; ``density`` is in (0, 1]."""
 
     density: float = 0.01
+    limits = {
+        "density": (
+            "(0, 1] density, the share of elements sent,; 0.01 to send one element in a hundred"
+        ),
+    }
 
     traits = Traits(
         kind="sparsifier",
         knob=Knob("density", low=1e-5, high=1.0),
         space=(Range("density", 1e-4, 0.1, scale="log"),),
     )
-
-    def __post_init__(self) -> None:
-        if not 0 < self.density <= 1:
-            raise ValueError(
-                f"{type(self).__name__}(density={self.density!r}): density is the share of "
-                f"elements sent and must be in (0, 1]; use 0.01 to send one element in a hundred."
-            )
 
     def count(self, numel: int) -> int:
         """Return k for a tensor of ``numel`` elements."""

@@ -65,6 +65,10 @@ class VarianceCriterion(SparseCodec):
 
     alpha: float = 4.0
     decay: float = 0.999
+    limits = {
+        "alpha": "[1e-3, 1e6] the squared sum over the sum of squares",
+        "decay": "(0, 1] what is left of the noise after a step; 0.999, or 1.0 to forget nothing",
+    }
 
     traits = Traits(
         kind="sparsifier",
@@ -73,18 +77,6 @@ class VarianceCriterion(SparseCodec):
         space=(Range("alpha", 1.0, 32.0, scale="log"),),
     )
     waits = Waits(1)
-
-    def __post_init__(self) -> None:
-        if not 1e-3 <= self.alpha <= 1e6:
-            raise ValueError(
-                f"VarianceCriterion(alpha={self.alpha!r}): by how much the squared sum must exceed "
-                f"the sum of squares must be in 1e-3..1e6; use 4.0, say."
-            )
-        if not 0 < self.decay <= 1:
-            raise ValueError(
-                f"VarianceCriterion(decay={self.decay!r}): what is left of the noise after a step "
-                f"must be in (0, 1]; use 0.999, or 1.0 to forget nothing."
-            )
 
     def choose(self, buffer: Tensor, bucket: Bucket) -> Tensor:
         if bucket.phase:  # a mean of what has been sent: there is nothing to wait for

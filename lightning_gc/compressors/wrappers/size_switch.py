@@ -13,7 +13,6 @@ from lightning_gc.compressors.joint import CodecScheme
 from lightning_gc.compressors.wrappers.menu import Menu
 from lightning_gc.compressors.wrappers.wrapper import Wrapper
 from lightning_gc.core import Bucket, Flow
-from lightning_gc.core.refusal import refuse
 
 MIN_NUMEL = 1024
 """Elements of the smallest tensor that is compressed by default."""
@@ -37,9 +36,6 @@ class SizeSwitch(Wrapper):
     Communication pattern:
         One all-reduce per bucket for the dense tensors, in addition to the inner messages.
 
-    Raises:
-        ValueError: a negative limit.
-
     Example:
         >>> from lightning_gc import SizeSwitch, TopK
         >>> SizeSwitch(TopK(0.01)).min_numel
@@ -49,11 +45,10 @@ class SizeSwitch(Wrapper):
     inner: Compressor
     min_numel: int = MIN_NUMEL
     min_dims: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.min_numel < 0 or self.min_dims < 0:
-            refuse(f"{self}", "limits must be at least 0; 0 turns a limit off")
+    limits = {
+        "min_numel": "[0, inf) the limit; 0, which turns a limit off",
+        "min_dims": "[0, inf) the limit; 0, which turns a limit off",
+    }
 
     def flow(self, bucket: Bucket, buffer: Tensor, out: Tensor, scheme: CodecScheme | None) -> Flow:
         inner = self.for_shape(bucket.shape)  # the shape is the same on all workers

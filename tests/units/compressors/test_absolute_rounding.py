@@ -177,7 +177,7 @@ def test_double_precision() -> None:
 def test_defaults_and_refusals() -> None:
     assert combine(AbsoluteRounding())[1:] == (ErrorFeedback(), AllGatherOrTwoShot())
     for step in (0.0, -1.0, math.nan, math.inf, 1e-40):
-        with pytest.raises(ValueError, match="multiples of the step"):
+        with pytest.raises(ValueError, match=r"to whose multiples .*; use 0\.01"):
             AbsoluteRounding(step)
     _, _, payload = apply(AbsoluteRounding(0.1), KINDS["normal"])
     damaged = list(payload)

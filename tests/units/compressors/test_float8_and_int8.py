@@ -199,13 +199,13 @@ def test_double_precision() -> None:
 
 def test_bad_arguments() -> None:
     for size in (0, -1, 2.5):
-        with pytest.raises(ValueError, match=r"block needs a whole number|size is a whole number"):
+        with pytest.raises(ValueError, match=r"elements must be 1 or more|size is a whole number"):
             Float8(block_size=size)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"block needs a whole number|size is a whole number"):
+        with pytest.raises(ValueError, match=r"be a whole number in 1\.\.|size is a whole number"):
             Int8(size)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="65,536"):
         Int8(1 << 17)
-    with pytest.raises(ValueError, match=r"'e3m4'.*'1-3-4'; use 'e4m3'"):
+    with pytest.raises(ValueError, match=r"'e3m4'.*use 'e4m3', 'e5m2' or '1-3-4'"):
         Float8("e3m4")  # type: ignore[arg-type]
 
 

@@ -196,7 +196,7 @@ def test_what_it_asks_for_is_what_either_needs() -> None:
 
 
 def test_bad_settings_are_named() -> None:
-    with pytest.raises(ValueError, match=r"Chain\(at_epoch=0\): must be at least 1"):
+    with pytest.raises(ValueError, match=r"Chain\(at_epoch=0\): it must be 1 or more"):
         Chain(Fixed(1), Fixed(2), at_epoch=0)
     one = Accordion(low=0.2, high=0.1)
     with pytest.raises(

@@ -153,11 +153,11 @@ def test_interval_and_first_epoch() -> None:
     [
         (lambda: LayerBudget(5, (1, 2)), "must be one of levels"),
         (lambda: LayerBudget(1, (1,)), "two or more to choose from"),
-        (lambda: LayerBudget(1, (1, 2), error=0), "a factor above 0"),
-        (lambda: LayerBudget(1, (1, 2), interval=0), "whole epochs"),
-        (lambda: BytesBudget(0, (1, 2), first=1), "above 0, such as"),
+        (lambda: LayerBudget(1, (1, 2), error=0), "a factor must be above 0"),
+        (lambda: LayerBudget(1, (1, 2), interval=0), "epochs must be 1 or more"),
+        (lambda: BytesBudget(0, (1, 2), first=1), "above 0; use 200_000"),
         (lambda: BytesBudget(9, (1, 2), first=3), "must be one of levels"),
-        (lambda: BytesBudget(9, (1, 2), first=1, interval=0), "whole epochs"),
+        (lambda: BytesBudget(9, (1, 2), first=1, interval=0), "epochs must be 1 or more"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, what: str) -> None:

@@ -241,19 +241,19 @@ def test_messages_of_one_size_give_a_lower_bound() -> None:
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (BandwidthAware, {"levels": (0.1,), "step_seconds": 1.0}, "two or more levels"),
     (BandwidthAware, {"levels": (0.1, 0.1), "step_seconds": 1.0}, "each once"),
-    (BandwidthAware, {"levels": (0.1, 0.01), "step_seconds": 0.0}, "seconds above 0"),
+    (BandwidthAware, {"levels": (0.1, 0.01), "step_seconds": 0.0}, "seconds must be above 0"),
     (BandwidthAware, {"levels": (0.1, 0.01), "step_seconds": 1.0, "first": 0.5}, "one of"),
-    (BandwidthAware, {"levels": (0.1, 0.01), "step_seconds": 1.0, "headroom": 2}, "as 0.9"),
+    (BandwidthAware, {"levels": (0.1, 0.01), "step_seconds": 1.0, "headroom": 2}, "use 0.9"),
     (BandwidthAware, {"levels": (0.1, 0.01), "step_seconds": 1.0, "every": 0}, "1 or more"),
     (CongestionAIMD, {"seconds": 1.0, "first": 2.0}, "within least"),
     (CongestionAIMD, {"seconds": 1.0, "least": 0.0}, r"\(least=0.0, most=1.0\): finite levels"),
     (CongestionAIMD, {"seconds": 1.0, "least": 1.0, "first": 1.0}, "least below most"),
     (CongestionAIMD, {"seconds": 1.0, "most": math.inf}, "finite levels"),
     (CongestionAIMD, {"seconds": 1.0, "every": 0}, "1 or more"),
-    (CongestionAIMD, {"seconds": 1.0, "down": 1.0}, r"a factor in \(0, 1\)"),
-    (CongestionAIMD, {"seconds": 0.0}, "give seconds above 0"),
+    (CongestionAIMD, {"seconds": 1.0, "down": 1.0}, r"a factor must be in \(0, 1\)"),
+    (CongestionAIMD, {"seconds": 0.0}, "seconds must be above 0"),
     (GainSearch, {"levels": (0.1, -1.0)}, "finite numbers above 0"),
-    (GainSearch, {"gain": 0.0}, r"a gain in \(0, 1\]"),
+    (GainSearch, {"gain": 0.0}, r"gain=0.0\): it must be in \(0, 1\]"),
 ]
 
 

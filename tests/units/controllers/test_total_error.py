@@ -88,8 +88,8 @@ def test_the_warning_says_what_to_do() -> None:
             ["is gone", "use TotalErrorBudget(0.2)"],
         ),
         (lambda: TotalErrorBudget(1.5), ["budget=1.5", "(0, 1]"]),
-        (lambda: TotalErrorBudget(0.1, initial=0.0), ["initial=0.0", "above 0"]),
-        (lambda: TotalErrorBudget(0.1, initial=math.inf), ["initial=inf", "above 0"]),
+        (lambda: TotalErrorBudget(0.1, initial=0.0), ["initial=0.0", "(0, 1e30)"]),
+        (lambda: TotalErrorBudget(0.1, initial=math.inf), ["initial=inf", "(0, 1e30)"]),
     ],
 )
 def test_bad_settings_are_named(make: Callable[[], Any], words: list[str]) -> None:
