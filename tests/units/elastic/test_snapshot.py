@@ -142,6 +142,14 @@ def test_what_is_no_address_is_refused(address: str) -> None:
         host_and_port(address, "Elastic", "rendezvous")
 
 
+def test_a_folder_begins_as_a_path() -> None:
+    """Else a name with a slash would be made into a folder, or looked for as a host."""
+    assert Elastic("./meeting/run").in_folder
+    for text in ("meeting/run", "10.0.0.1:29400/run"):
+        with pytest.raises(ValueError, match=r"or a folder that begins with /, \./ or ~"):
+            Elastic(text)
+
+
 def test_a_worker_lets_go_of_no_lock_that_its_door_holds() -> None:
     """The door copies a snapshot while the training thread ends a round that it never began."""
     inheritance = object.__new__(Inheritance)
