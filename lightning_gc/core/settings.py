@@ -268,7 +268,7 @@ class Settings(metaclass=CheckedCalls):
         0 for no average.
     """
 
-    limits: ClassVar[Mapping[str, str]] = {}
+    limits: ClassVar[Mapping[str, str]]
 
     def __post_init__(self, *init_only: Any) -> None:
         check_fields(self, type(self).__name__)
