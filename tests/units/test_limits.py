@@ -12,9 +12,7 @@ from lightning_gc.controllers import Schedule
 
 @pytest.mark.parametrize("value", [0.0, 1.5, float("nan"), None, True])
 def test_beyond_the_interval(value: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"decay=.*weight of the old error must be in \(0, 1\]"
-    ):
+    with pytest.raises(ValueError, match=r"decay=.*weight of the old error must be in \(0, 1\]"):
         ErrorFeedback(decay=value)
 
 
