@@ -271,7 +271,7 @@ class Settings(metaclass=CheckedCalls):
         0 for no average.
     """
 
-    limits: ClassVar[Mapping[str, str]] = {}
+    limits: ClassVar[Mapping[str, str]]
 
     def __post_init__(self, *init_only: Any) -> None:
         check_fields(self, type(self).__name__)
@@ -317,7 +317,8 @@ def check_fields(settings: Any, owner: str) -> None:
             field.type in _WHOLE,
         )
         given, example = {field.name: value}, _example(field.default, whole)
-        if str(field.type).startswith("tuple[") and isinstance(value, Iterable):
+        several = isinstance(value, Iterable) and not isinstance(value, str)
+        if several and str(field.type).startswith("tuple["):
             object.__setattr__(settings, field.name, tuple(value))  # a list, from a file
         if isinstance(value, str) and field.type in _NUMBERS:
             why = f"{field.name} is a number; write {_number(value, example)}, without quotes"

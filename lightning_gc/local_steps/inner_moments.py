@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 from lightning_gc.exchange.workers import local_part
 
@@ -52,10 +53,8 @@ class InnerMoments(Settings):
             raise ValueError("InnerMoments(periods={}): name a moment, such as {'exp_avg': 3}.")
         for name, rounds in self.periods.items():
             if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-                raise ValueError(
-                    f"InnerMoments(periods={dict(self.periods)!r}): the period of {name} must be a "
-                    f"number of rounds, 1 or more; use 3."
-                )
+                why = f"the period of {name} must be a number of rounds, 1 or more; use 3"
+                refuse("InnerMoments", why, periods=dict(self.periods))
 
     def due(self, ended: int) -> tuple[str, ...]:
         """Return the moments that are averaged at the end of this round, counted from 1."""

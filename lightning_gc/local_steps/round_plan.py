@@ -185,30 +185,20 @@ class Elastic(Settings):
             host_and_port(self.rendezvous, "Elastic", "rendezvous")
         check_secret(self.secret, "Elastic")
         if not _is_whole(self.min_workers) or self.min_workers < 1:
-            raise ValueError(
-                f"Elastic(min_workers={self.min_workers!r}): use 1 or more, such as 2, as an int."
-            )
+            refuse("Elastic", "use 1 or more, such as 2, as an int", min_workers=self.min_workers)
         if self.number is not None and (not _is_whole(self.number) or self.number < 0):
-            raise ValueError(
-                f"Elastic(number={self.number!r}): numbers begin with 0; give an int, or leave it "
-                f"out."
-            )
+            why = "numbers begin with 0; give an int, or leave it out"
+            refuse("Elastic", why, number=self.number)
         if self.address is not None and not (
             isinstance(self.address, str) and is_host(self.address)
         ):
-            raise ValueError(
-                f"Elastic(address={self.address!r}): give this machine's host without a port, such "
-                f"as '10.0.0.2'."
-            )
+            why = "give this machine's host without a port, such as '10.0.0.2'"
+            refuse("Elastic", why, address=self.address)
         if self.ports is not None and not _are_ports(self.ports):
-            raise ValueError(
-                f"Elastic(ports={self.ports!r}): give the first and the last port, such as "
-                f"(29500, 29520)."
-            )
+            why = "give the first and the last port, such as (29500, 29520)"
+            refuse("Elastic", why, ports=self.ports)
         if self.roll is not None and (not isinstance(self.roll, str | Path) or not str(self.roll)):
-            raise ValueError(
-                f"Elastic(roll={self.roll!r}): give the name of a file, such as 'roll.jsonl'."
-            )
+            refuse("Elastic", "give the name of a file, such as 'roll.jsonl'", roll=self.roll)
 
 
 def check_secret(secret: Any, owner: str) -> None:
@@ -373,10 +363,8 @@ class RoundPlan:
         self._whole("delay", self.delay, 0, "steps until the result is taken over", 0)
         if self.merge not in ("rebase", "mix"):
             refuse(self.owner, "use 'rebase' or 'mix'", merge=self.merge)
-        island = self.island
-        if isinstance(island, bool) or not isinstance(island, int) or island < 1:
-            why = "give the number of processes that train as one worker, 1 or more; use the"
-            refuse(self.owner, f"{why} number of devices of a node", island=island)
+        devices = "the number of devices of a node"
+        self._whole("island", self.island, 1, "processes that train as one worker", devices)
         given: Any
         for name, cls in (("outer", OuterSGD), ("moments", InnerMoments), ("unequal", Unequal)):
             given = getattr(self, name)
@@ -420,7 +408,7 @@ class RoundPlan:
         for steps in () if needs is None else needs.rounds:
             dataclasses.replace(self, every=steps)  # checks it
 
-    def _whole(self, name: str, value: Any, least: int, what: str, such_as: int) -> None:
+    def _whole(self, name: str, value: Any, least: int, what: str, such_as: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             why = f"give the number of {what}, {least} or more; use {such_as}"
             refuse(self.owner, why, **{name: getattr(self, name)})

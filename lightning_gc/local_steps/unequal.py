@@ -6,16 +6,16 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_gc.core import NUMBER, WHOLE, Flow, Gather, Listed, Optional, Record
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.saved_state import Tree
 from lightning_gc.core.settings import Settings
 
-Weigh = Literal["equal", "steps", "tokens"]
 _OWN = 3
 """Numbers of a worker before its norms: weight, steps, seconds."""
 
@@ -69,7 +69,7 @@ class Unequal(Settings):
     """
 
     pace: Literal["equal", "measured"] | tuple[float, ...] = "measured"
-    weigh: Weigh = "steps"
+    weigh: Literal["equal", "steps", "tokens"] = "steps"
     grace: float | None = None
     median_clip: bool = False
     limits = {
@@ -81,12 +81,8 @@ class Unequal(Settings):
             object.__setattr__(self, "pace", tuple(self.pace))
             check_speeds("Unequal", "pace", self.pace)
         elif self.pace not in ("equal", "measured"):
-            raise ValueError(
-                f"Unequal(pace={self.pace!r}): use 'measured', 'equal', or one speed for each "
-                f"worker, such as (1.0, 0.5)."
-            )
-        if self.weigh not in get_args(Weigh):
-            raise ValueError(f"Unequal(weigh={self.weigh!r}): use 'steps', 'tokens' or 'equal'.")
+            why = "use 'measured', 'equal', or one speed for each worker, such as (1.0, 0.5)"
+            refuse("Unequal", why, pace=self.pace)
 
     def check_workers(self, owner: str, workers: int) -> None:
         """Raise ValueError unless there is a speed for each worker, if speeds are given."""

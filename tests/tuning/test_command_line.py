@@ -297,7 +297,7 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["tune", "toy.yaml", "--compressor", "topkk"], "'topkk' is not a compressor"),
         (["tune", "none.yaml"], "none.yaml cannot be read"),
-        (["tune", "toy.yaml", "--trials", "0"], "trials=0: must be at least 1"),
+        (["tune", "toy.yaml", "--trials", "0"], "trials=0): it must be 1 or more"),
         (["tune", "toy.yaml", "--storage", "x://y"], "x://y is not the URL of a database"),
         (["report", "--storage", "fresh"], "The journal fresh does not exist"),
         (["report"], "--storage"),

@@ -150,7 +150,7 @@ def test_by_name(kind: str) -> None:
         (lambda: CompressedDDPStrategy("auto", controller=Auto(7)), "or a Menu"),
         (lambda: Auto(["rounding"]), r"Auto\(allow=\['rounding'\]\): give 'rounding'"),
         (lambda: Auto(QSGD(4)), "or a Menu of your own, such as Menu"),
-        (lambda: Auto(every=2), "at least 4 steps"),
+        (lambda: Auto(every=2), "steps must be 4 or more"),
         (lambda: CompressedDDPStrategy("auto", scheme="all_reduce"), "AllReduce"),
     ],
 )

@@ -57,7 +57,7 @@ def test_it_is_kept_in_a_byte_and_resumes() -> None:
     ("make", "match"),
     [
         (lambda: LoCo(beta=1.0), r"beta=1.0.*\[0, 1\)"),
-        (lambda: LoCo(every=0), "every=0.*at least 1"),
+        (lambda: LoCo(every=0), "every=0.*1 or more"),
         (lambda: LoCo(dtype="int4"), "'int8' or 'bfloat16'"),  # type: ignore[arg-type]
     ],
 )

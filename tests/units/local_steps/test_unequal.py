@@ -404,8 +404,8 @@ def test_resumes_bit_for_bit(name: str) -> None:
         ({"pace": "fast"}, "use 'measured', 'equal', or one speed for each worker"),
         ({"pace": (1.0, 0.0)}, "a number above 0 for each worker"),
         ({"pace": ()}, "a number above 0 for each worker"),
-        ({"weigh": "rows"}, "use 'steps', 'tokens' or 'equal'"),
-        ({"grace": -1.0}, "seconds to wait for late workers, 0 or more"),
+        ({"weigh": "rows"}, "use 'equal', 'steps' or 'tokens'"),
+        ({"grace": -1.0}, "seconds to wait for late workers must be 0 or more"),
         ({"grace": "1"}, "write 1, without quotes"),
     ],
 )
