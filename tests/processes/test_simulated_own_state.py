@@ -277,7 +277,11 @@ DAILY = [
         pytest.param([k for k in KINDS if k not in DAILY], id="rest", marks=pytest.mark.nightly),
     ],
 )
-def test_equal_to_real_workers(kinds: list[tuple[str, bool]]) -> None:
+def test_equal_to_real_workers(
+    kinds: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An earlier test may have set Lightning's seed here; the processes do not inherit it.
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     cases = [whole(CASES[name], steps) for name, steps in kinds]
     runs = zip(*run_in_processes(real, 2, 2, cases, timeout=200), strict=True)
     wrong: list[tuple[Any, ...]] = []

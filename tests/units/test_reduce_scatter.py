@@ -248,5 +248,5 @@ def test_two_hops_send_half_between_nodes() -> None:
 def test_without_nodes_there_is_one_hop(near: int) -> None:
     assert ReduceScatter(near).neighbours(4) == 1
     assert ReduceScatter(2).encodings(4) == 4 + 2
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="1 or more"):
         ReduceScatter(0)

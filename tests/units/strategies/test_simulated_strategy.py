@@ -207,7 +207,7 @@ def test_bad_configurations(arguments: dict[str, Any], words: str) -> None:
         ({"bandwidth_gbps": 0}, "bandwidth_gbps=0"),
         ({"bandwidth_gbps": float("nan")}, "bandwidth_gbps=nan"),
         ({"latency_us": -1}, "latency_us=-1"),
-        ({"topology": "star"}, "'parameter_server', 'ring', 'all_gather'"),
+        ({"topology": "star"}, "'parameter_server', 'ring' or 'all_gather'"),
     ],
 )
 def test_bad_networks(arguments: dict[str, Any], words: str) -> None:
