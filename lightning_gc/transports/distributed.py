@@ -216,11 +216,15 @@ class Distributed(Transport):
         return reply
 
     def _broadcast_each(self, rows: Sequence[Tensor], message: Tensor) -> None:
-        """Gather messages of different sizes by NCCL: it starts a broadcast of each at once."""
-        if distributed_c10d.get_debug_level() != distributed_c10d.DebugLevel.DETAIL:
+        """Gather messages of different sizes on a device; NCCL starts a broadcast of each at once.
+
+        Gloo's all-gather needs equal sizes, and with the debug level DETAIL torch refuses others.
+        """
+        takes = "cuda:nccl" in distributed_c10d.get_backend_config(self.group)
+        if takes and distributed_c10d.get_debug_level() != distributed_c10d.DebugLevel.DETAIL:
             dist.all_gather(list(rows), message, group=self.group)
             return
-        rows[self.worker].copy_(message)  # DETAIL refuses an all-gather of different sizes
+        rows[self.worker].copy_(message)
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         for rank, row in zip(ranks, rows, strict=True):
             dist.broadcast(row, rank, group=self.group)
