@@ -244,7 +244,7 @@ class Settings(metaclass=CheckedCalls):
     A subclass's ``__post_init__`` may compare fields. A text there would raise a ``TypeError`` that
     does not name the field. An ``int`` may be given as 2.0, but not as 2.5, infinity or NaN.
 
-    A ``Literal`` says the choices, of which a dtype's may also be given as the ``torch.dtype``.
+    A ``Literal`` says the choices. The name of a dtype may also be given as the ``torch.dtype``.
 
     ``str`` is what a user would write, ``repr`` all fields.
 
