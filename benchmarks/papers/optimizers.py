@@ -24,6 +24,7 @@ import torch
 import tuned_rate
 from frame import Cell, Claim, Experiment, Row, spread, table, values, verdict
 from matplotlib.figure import Figure
+from torch import nn
 from torch.optim import Optimizer
 from transformer import Transformer
 from transformer_runs import Arm, run
@@ -138,11 +139,14 @@ not three.
 """
 
 
-def muon(momentum: float, model: Transformer, rate: float) -> Optimizer:
-    """Return Muon for the blocks' matrices and AdamW for other parameters, as one optimizer."""
+HIDDEN = ("blocks", "lstm")
+
+
+def muon(momentum: float, model: nn.Module, rate: float) -> Optimizer:
+    """Return Muon for the hidden matrices and AdamW for other parameters, as one optimizer."""
     named = list(model.named_parameters())
-    matrices = [p for name, p in named if p.ndim == 2 and name.startswith("blocks")]
-    others = [p for name, p in named if p.ndim != 2 or not name.startswith("blocks")]
+    matrices = [p for name, p in named if p.ndim == 2 and name.startswith(HIDDEN)]
+    others = [p for name, p in named if p.ndim != 2 or not name.startswith(HIDDEN)]
     own = torch.optim.Muon(
         matrices,
         lr=rate,

@@ -1,0 +1,538 @@
+"""Masks that many workers agree on by something small, beside random masks and beside quantisers.
+
+    python benchmarks/papers/common_mask.py
+    python benchmarks/papers/common_mask.py --only optimizer="AdamW, β₁ = 0.9" --only workers=16
+
+At equal bytes, with controls: a random mask, and the mask of the true mean, which nobody can build.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import frame
+import optimizers
+import torch
+import transformer_runs
+import tuned_rate
+from frame import Cell, Claim, Experiment, Row, interval, spread, table, values
+from matplotlib.figure import Figure
+from text import columns
+from torch import Tensor, nn
+from transformer import Transformer, Worker
+
+from lightning_gc import (
+    QSGD,
+    BinMeans,
+    ChunkedTopK,
+    PowerSGD,
+    Quantised,
+    RandomMask,
+    SparseReduce,
+    TopK,
+    TwoShot,
+)
+from lightning_gc.advice import traces
+from lightning_gc.compressors import Compressor
+from lightning_gc.compressors.wrappers.per_parameter import by_default, layerwise
+from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
+from lightning_gc.core import elias_fano
+from lightning_gc.engine import Engine
+from lightning_gc.methods import plot_style
+from lightning_gc.schemes import Scheme
+from lightning_gc.transports import Simulated
+
+ROWS, STEPS, LONG, CHUNK, DENSE = 64, 160, 640, 64, "dense"
+RATES = (0.0015, 0.003, 0.006, 0.012, 0.024)
+SIZES, SHARES, USUAL = (8, 16, 64), (8, 16, 32), 16
+
+
+class Recurrent(nn.Module):
+    """An LSTM of 128 units that predicts words; the embedding is tied."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, 128)
+        self.lstm = nn.LSTM(128, 128, batch_first=True)
+        nn.init.normal_(self.embedding.weight, std=0.05)
+
+    def forward(self, words: Tensor, following: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the words that follow."""
+        hidden, _ = self.lstm(self.embedding(words))
+        logits = hidden @ self.embedding.weight.t()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {"transformer": Transformer, "lstm": Recurrent}
+OPTIMIZERS = {"AdamW, β₁ = 0.9": 0.9, "AdamW, β₁ = 0": 0.0, "Muon": None}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a mask is chosen from.
+
+    Attributes:
+        summed: gradients and errors of all workers in one tensor, ``(W, numel)``.
+        leader: of this tensor and step.
+        shape: of the tensor.
+        count: elements to choose.
+        generator: the same for all workers.
+    """
+
+    summed: Tensor
+    leader: int
+    shape: tuple[int, ...]
+    count: int
+    generator: torch.Generator
+
+
+def _random(step: Step) -> Tensor:
+    return torch.randperm(step.summed.shape[1], generator=step.generator)[: step.count]
+
+
+def _leader(step: Step) -> Tensor:
+    return step.summed[step.leader].abs().topk(step.count).indices
+
+
+def _owners(step: Step) -> Tensor:
+    """Each worker chooses chunks of 64 elements in its own part, by their energies."""
+    workers, numel = step.summed.shape
+    pieces = math.ceil(numel / CHUNK)
+    padded = nn.functional.pad(step.summed, (0, pieces * CHUNK - numel))
+    energies = padded.view(workers, pieces, CHUNK).square().sum(2)
+    owner = (torch.arange(pieces) * workers // pieces + step.leader) % workers
+    seen = energies.gather(0, owner[None])[0]
+    chosen = seen.topk(max(1, round(step.count / CHUNK))).indices
+    places = (chosen[:, None] * CHUNK + torch.arange(CHUNK)).flatten()
+    return places[places < numel]
+
+
+def _rows(step: Step) -> Tensor:
+    """Rows with the largest of an all-reduced random sketch, one number a row and worker."""
+    rows = step.shape[0]
+    width = step.summed.shape[1] // rows
+    signs = torch.randn(width, generator=step.generator)
+    sketch = (step.summed.mean(0).view(rows, width) @ signs).abs()
+    chosen = sketch.topk(max(1, round(step.count / width))).indices
+    return (chosen[:, None] * width + torch.arange(width)).flatten()
+
+
+def _oracle(step: Step) -> Tensor:
+    return step.summed.mean(0).abs().topk(step.count).indices
+
+
+def _positions(chosen: int, numel: int, shape: tuple[int, ...]) -> float:
+    return elias_fano.coded_bytes(chosen, numel)
+
+
+def _of_chunks(chosen: int, numel: int, shape: tuple[int, ...]) -> float:
+    return elias_fano.coded_bytes(max(1, chosen // CHUNK), math.ceil(numel / CHUNK))
+
+
+def _sketch(chosen: int, numel: int, shape: tuple[int, ...]) -> float:
+    return 2 * 4.0 * shape[0]  # in an all-reduce
+
+
+def _nothing(chosen: int, numel: int, shape: tuple[int, ...]) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask that all workers have, and how values under it travel.
+
+    Attributes:
+        choose: the positions.
+        agree: bytes that a worker receives until all have the mask.
+        value_bits: 32, 16 (rounded to bfloat16 before and after the sum) or 4 (QSGD, two-shot).
+        momentum: of gradients, before they are compressed; positions that were sent are masked in
+            it, as Deep Gradient Compression does.
+        decay: what stays of an error in a step.
+        dense: share of the steps, at the beginning, that are not compressed.
+        late: share of the steps after which the optimizer's β₁ rises from 0 to 0.9.
+    """
+
+    choose: Callable[[Step], Tensor]
+    agree: Callable[[int, int, tuple[int, ...]], float]
+    value_bits: int = 16
+    momentum: float = 0.0
+    decay: float = 1.0
+    dense: float = 0.0
+    late: float = 0.0
+
+    def bytes(self, density: float, shapes: traces.Shapes, workers: int) -> float:
+        """Return bytes that a worker receives in a step."""
+        ring, total = 2 * (workers - 1) / workers, 0.0
+        for shape in shapes.values():
+            numel = math.prod(shape)
+            if not _is_compressed(shape):
+                total += ring * 4 * numel
+                continue
+            chosen = max(1, round(density * numel))
+            total += ring * chosen * self.value_bits / 8 + self.agree(chosen, numel, shape)
+        return total
+
+
+LEADER = Mask(_leader, _positions)
+MASKS = {
+    "random mask, 32 bits": Mask(_random, _nothing, 32),
+    "random mask, 16 bits": Mask(_random, _nothing),
+    "one leader, 16 bits": LEADER,
+    "one leader, 4 bits": replace(LEADER, value_bits=4),
+    "owners by chunks, 16 bits": Mask(_owners, _of_chunks),
+    "rows by a sketch, 16 bits": Mask(_rows, _sketch),
+    "mask of the mean, 16 bits": Mask(_oracle, _positions),
+}
+RECIPES = {
+    "leader, momentum before": replace(LEADER, momentum=0.9),
+    "leader, errors decay": replace(LEADER, decay=0.9),
+    "leader, dense for 20 %": replace(LEADER, dense=0.2),
+    "leader, β₁ from the half on": replace(LEADER, late=0.5),
+    "dense, β₁ from the half on": replace(LEADER, dense=1.0, late=0.5),  # the control of that
+}
+PRODUCTS: dict[str, tuple[Compressor, Scheme | None]] = {
+    "QSGD, two-shot": (QSGD(4), TwoShot()),
+    "TopK": (TopK(0.01), None),
+    "TopK, SparseReduce": (TopK(0.01), SparseReduce()),
+    "chunks and bins": (Quantised(ChunkedTopK(), BinMeans(2)), None),
+    "PowerSGD": (PowerSGD(2), None),
+    "RandomMask": (RandomMask(0.1), None),
+}
+ABOUT = f"""
+Simulated workers train a transformer (two layers, 64 wide) and an LSTM (128 units) on Python's
+documentation, with {ROWS} rows a step in all, so that dense training is the same for any number of
+workers. {STEPS} steps ({LONG} where a table says so), clipped at 1. The rate is warmed up over 5 %
+and falls to zero in a cosine.
+
+All lines of a table have the same bytes, *1/8*, *1/16* or *1/32* of those that a worker receives in
+a dense all-reduce of 32 bits. That is a quarter, an eighth and a sixteenth beside 16 bits. Masks
+are common to all workers, and values under them are averaged; what is outside stays as each
+worker's error. A *leader*, another worker for each tensor and step, chooses its largest elements
+(CLT-k of ScaleCom). *Owners* choose chunks of {CHUNK} elements, each in its part. *Rows* have the
+largest numbers in an all-reduced random sketch (after ARC-Top-K). *The mask of the mean* cannot be
+built without its bytes: a bound. Values are rounded before and after the sum; to 4 bits at random.
+Methods of the library run as they are.
+
+Each line has the best rate of {", ".join(map(str, RATES))} with the first seed, by {USUAL} workers.
+*Gap*: the loss above that of dense training, with the 95 % interval (Student's t, paired by seed).
+"""
+
+
+def _is_compressed(shape: tuple[int, ...]) -> bool:
+    return len(shape) > 1 and math.prod(shape) >= MIN_NUMEL
+
+
+@functools.cache
+def _shapes(model: str) -> dict[str, tuple[int, ...]]:
+    made = MODELS[model](len(transformer_runs._corpus().words))
+    return {name: tuple(param.shape) for name, param in made.named_parameters()}
+
+
+def _bisect(fits: Callable[[float], bool], low: float, high: float, whole: bool) -> float:
+    """Return the highest level that fits, or the lowest."""
+    for _ in range(14):
+        middle = (low + high) / 2 if whole else (low * high) ** 0.5
+        middle = round(middle) if whole else middle
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@functools.cache
+def level(arm: str, model: str, workers: int, share: int) -> float:
+    """Return the density, bits or rank at which an arm receives a share of dense bytes."""
+    shapes, ring = _shapes(model), 2 * (workers - 1) / workers
+    most = 1.02 * ring * 4 * sum(map(math.prod, shapes.values())) / share
+    if (mask := (MASKS | RECIPES).get(arm)) is not None:
+        return _bisect(lambda d: mask.bytes(d, shapes, workers) <= most, 1e-4, 1.0, whole=False)
+    compressor, scheme = PRODUCTS[arm]
+    knob = compressor.knob
+    assert knob is not None
+    return _bisect(
+        lambda at: traces.trace(compressor.at(at), scheme, shapes, workers, 1).nbytes <= most,
+        *(float(knob.low), float(knob.high)),
+        whole=bool(knob.integer),
+    )
+
+
+FEW = ("random mask, 16 bits", "one leader, 16 bits", "mask of the mean, 16 bits")
+QUICK = ("PowerSGD", "chunks and bins")
+
+
+def cells(seeds: int) -> list[Cell]:
+    """Return what decides first: AdamW as users have it, by the usual number of workers."""
+    adam, *others = OPTIMIZERS
+    kinds: list[tuple[str, int, int, str, str, int]] = []
+
+    def add(arms: Iterable[str], workers: int, shares: tuple[int, ...], *given: str) -> None:
+        for optimizer, share, model, arm in itertools.product(given, shares, MODELS, arms):
+            kinds.append((arm, workers, share, model, optimizer, STEPS))
+
+    add([DENSE], USUAL, (1,), *OPTIMIZERS)
+    add([*MASKS, *PRODUCTS], USUAL, (16, 8), adam)
+    add(RECIPES, USUAL, (16,), adam)
+    add([*FEW, *QUICK, "QSGD, two-shot"], USUAL, (8, 16), *others)
+    add([*MASKS, *PRODUCTS], USUAL, (32,), adam)
+    for arm, share in ((DENSE, 1), *((each, 16) for each in FEW), ("QSGD, two-shot", 8)):
+        kinds.append((arm, USUAL, share, "transformer", adam, LONG))
+    names = ("arm", "workers", "share", "model", "optimizer", "steps")
+    named = [dict(zip(names, kind, strict=True)) for kind in kinds]
+    found = [
+        {**kind, "rate": rate, "seed": seed}
+        for kind in named
+        for seed in range(seeds)
+        for rate in (RATES if seed == 0 else (tuned_rate.TUNED,))
+    ]
+    kinds.clear()
+    for workers in (size for size in SIZES if size != USUAL):  # at the usual number's rates
+        add([*FEW, "rows by a sketch, 16 bits", *QUICK], workers, (8, 16), adam)
+        add(["QSGD, two-shot"], workers, (8,), adam)
+    for kind in kinds:
+        found += [
+            {**dict(zip(names, kind, strict=True)), "rate": tuned_rate.TUNED, "seed": seed}
+            for seed in range(seeds)
+        ]
+    return found
+
+
+def before(cell: Cell) -> list[Cell]:
+    """Return the runs that choose a cell's rate."""
+    return tuned_rate.trials({**cell, "workers": USUAL}, RATES)
+
+
+def train(cell: Cell, data: Path | None) -> Row:
+    """Train once."""
+    corpus, model, workers = transformer_runs._corpus(), cell["model"], cell["workers"]
+    torch.manual_seed(cell["seed"])
+    net = MODELS[model](len(corpus.words))
+    beta, make = OPTIMIZERS[cell["optimizer"]], None
+    if beta is None:
+        make = functools.partial(optimizers.muon, 0.95)
+    rows = columns(corpus.train, ROWS)
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(cell["seed"]))
+    steps = cell["steps"]
+    worker = Worker(net, tuned_rate.rate(cell), steps, rows, beta or 0.0, make)  # type: ignore[arg-type]
+    shares = rows[order].split(ROWS // workers)
+    at = None
+    if cell["arm"] == DENSE:
+        exchange: Callable[[int, Tensor], Tensor] = lambda step, own: own.mean(0)  # noqa: E731
+    else:
+        at = level(cell["arm"], model, workers, cell["share"])
+        mask = (MASKS | RECIPES).get(cell["arm"])
+        kind: type = _Product if mask is None else _Masked
+        exchange = kind(cell, at)
+    named = dict(net.named_parameters())
+    for step in range(steps):
+        gradients = []
+        for worker.text in shares:
+            worker.backward(step)
+            gradients.append(torch.cat([p.grad.flatten() for p in named.values()]))  # type: ignore[union-attr]
+        mean = exchange(step, torch.stack(gradients))
+        pieces = mean.split([param.numel() for param in named.values()])
+        for param, piece in zip(named.values(), pieces, strict=True):
+            param.grad = piece.view(param.shape).clone()
+        if (late := getattr((MASKS | RECIPES).get(cell["arm"]), "late", 0.0)) and beta is not None:
+            for group in worker.optimizer.param_groups:
+                group["betas"] = (0.0 if step < late * steps else 0.9, 0.999)
+        worker.step()
+    return {"loss": worker.evaluate(corpus.valid), "at": at}
+
+
+class _Masked:
+    """Averages values under a common mask; the rest stays as errors of the workers."""
+
+    def __init__(self, cell: Cell, density: float) -> None:
+        self._mask, self._density = (MASKS | RECIPES)[cell["arm"]], density
+        self._shapes, self._steps = _shapes(cell["model"]), cell["steps"]
+        self._generator = torch.Generator().manual_seed(cell["seed"])
+        self._errors: Tensor | None = None
+        self._moments: Tensor | None = None
+
+    def __call__(self, step: int, own: Tensor) -> Tensor:
+        mask = self._mask
+        if step < mask.dense * self._steps:
+            return own.mean(0)
+        if self._errors is None:
+            self._errors, self._moments = torch.zeros_like(own), torch.zeros_like(own)
+        assert self._moments is not None
+        if mask.momentum:
+            self._moments.mul_(mask.momentum).add_(own)
+            own = self._moments.clone()
+        own = own + self._errors
+        mean, start = own.mean(0), 0
+        for index, shape in enumerate(self._shapes.values()):
+            numel = math.prod(shape)
+            here, start = slice(start, start + numel), start + numel
+            part = own[:, here]
+            if not _is_compressed(shape):
+                part.zero_()
+                continue
+            count, leader = max(1, round(self._density * numel)), (index + step) % len(own)
+            places = mask.choose(Step(part, leader, shape, count, self._generator))
+            sent = self._rounded(part[:, places])
+            common = sent.mean(0)
+            mean[here] = 0
+            mean[here][places] = self._rounded(common[None])[0]
+            part[:, places] -= sent
+            if mask.momentum:
+                self._moments[:, here][:, places] = 0
+        self._errors = own * mask.decay
+        return mean
+
+    def _rounded(self, part: Tensor) -> Tensor:
+        """Return what arrives of values."""
+        bits = self._mask.value_bits
+        if bits == 16:
+            return part.bfloat16().float()
+        if bits == 32:
+            return part
+        largest, steps = part.abs().amax(1, keepdim=True), 2 ** (bits - 1) - 1
+        unit = (largest / steps).clamp_min(1e-30)
+        noise = torch.rand(part.shape, generator=self._generator)
+        return (part / unit + noise).floor().clamp(-steps, steps) * unit
+
+
+class _Product:
+    """Exchanges as the library does, by simulated workers."""
+
+    def __init__(self, cell: Cell, at: float) -> None:
+        compressor, scheme = PRODUCTS[cell["arm"]]
+        at = round(at) if compressor.knob is not None and compressor.knob.integer else at
+        method, workers = layerwise(by_default(compressor.at(at))), cell["workers"]
+        self._shapes = _shapes(cell["model"])
+        self._engines = [
+            Engine(method, None, scheme, worker=each, workers=workers, seed=cell["seed"])
+            for each in range(workers)
+        ]
+        self._transport = Simulated(workers)
+
+    def __call__(self, step: int, own: Tensor) -> Tensor:
+        flats = list(own)
+        self._transport.run(
+            [
+                engine.flow(flat, self._shapes, wanted=engine.worker == 0)
+                for engine, flat in zip(self._engines, flats, strict=True)
+            ]
+        )
+        for engine in self._engines:
+            engine.advance()
+        return flats[0]
+
+
+def _lines(rows: list[Row]) -> dict[tuple[str, str, int, int, int], dict[str, list[Row]]]:
+    """Return (model, optimizer, workers, share, steps) -> arm -> runs at its rate."""
+    found: dict[tuple[str, str, int, int, int], dict[str, list[Row]]] = {}
+    for model, optimizer, workers, share, steps in itertools.product(
+        MODELS, OPTIMIZERS, SIZES, SHARES, (STEPS, LONG)
+    ):
+        kind = {"model": model, "optimizer": optimizer, "workers": workers, "share": share}
+        kind["steps"] = steps
+        runs = {
+            arm: tuned_rate.runs(rows, arm=arm, **kind)
+            if workers == USUAL
+            else frame.where(rows, arm=arm, rate=tuned_rate.TUNED, **kind)
+            for arm in (*MASKS, *PRODUCTS, *RECIPES)
+        }
+        if kept := {arm: each for arm, each in runs.items() if each}:
+            found[model, optimizer, workers, share, steps] = kept
+    return found
+
+
+def _dense(rows: list[Row], model: str, optimizer: str, steps: int = STEPS) -> list[Row]:
+    return tuned_rate.runs(rows, model=model, optimizer=optimizer, arm=DENSE, steps=steps)
+
+
+def _apart(runs: list[Row], others: list[Row]) -> list[float]:
+    """Return the differences of the losses of those seeds that both have."""
+    known = {row["seed"]: row["loss"] for row in others}
+    both = [(row["loss"], known.get(row["seed"])) for row in runs]
+    return [a - b for a, b in both if a is not None and b is not None]
+
+
+def _interval(apart: list[float]) -> str:
+    if len(apart) < 2:
+        return f"{apart[0]:+.3f}, one seed" if apart else "diverged"
+    low, high = interval(apart)
+    return f"{statistics.fmean(apart):+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def page(rows: list[Row]) -> str:
+    """Return a table for each model, optimizer, number of workers and share of the bytes."""
+    text = ""
+    for (model, optimizer, workers, share, steps), arms in _lines(rows).items():
+        dense = _dense(rows, model, optimizer, steps)
+        if not dense:
+            continue
+        lines = [[DENSE, spread(values(dense, "loss"), ".3f"), "", _rate(dense[0]), "–"]]
+        for arm, runs in arms.items():
+            gap = _interval(_apart(runs, dense))
+            at = f"{runs[0]['at']:.3g}"
+            lines.append([arm, spread(values(runs, "loss"), ".3f"), gap, _rate(runs[0]), at])
+        head = ["exchange", "loss", "gap (95 %)", "rate", "level"]
+        text += (
+            f"**{model}, {optimizer}, W = {workers}, {steps} steps, 1/{share} of dense bytes**\n\n"
+        )
+        text += f"{table(head, lines)}\n"
+    return text
+
+
+def _rate(run: Row) -> str:
+    edge = " (edge)" if tuned_rate.is_edge(run, RATES) else ""
+    return f"{run['rate']}{edge}"
+
+
+def claims(rows: list[Row]) -> list[Claim]:
+    """Hold a leader's mask to QSGD at twice its bytes, and to random masks at its own."""
+    found, lines = [], _lines(rows)
+    for (model, optimizer, workers, share, steps), arms in lines.items():
+        leader, bound = (arms.get(each) for each in FEW[1:])
+        rivals = {
+            "QSGD at twice the bytes": (share // 2, "QSGD, two-shot"),
+            "a random mask": (share, "random mask, 16 bits"),
+        }
+        for name, (rival_share, rival) in rivals.items():
+            other = lines.get((model, optimizer, workers, rival_share, steps), {}).get(rival)
+            for ours, runs in (("a leader", leader), ("the mean's mask", bound)):
+                if runs and other and len(apart := _apart(runs, other)) > 1:
+                    low, high = interval(apart)
+                    verdict = "yes" if high < 0 else "no" if low > 0 else "cannot be told"
+                    text = f"{model}, {optimizer}, W = {workers}, {steps} steps: {ours}"
+                    text += f" at 1/{share} before {name}"
+                    found.append(Claim(text, "", _interval(apart), verdict))
+    return found
+
+
+def draw(rows: list[Row], figure: Figure) -> None:
+    """Draw loss against bytes, a line a method, for each model and number of workers."""
+    lines, optimizer = _lines(rows), next(iter(OPTIMIZERS))
+    places = [
+        (m, w) for m in MODELS for w in SIZES if any(k[:3] == (m, optimizer, w) for k in lines)
+    ]
+    for number, (model, workers) in enumerate(places):
+        axes = figure.add_subplot(1, len(places), number + 1)
+        for arm in (*MASKS, *PRODUCTS):
+            known = {
+                s: lines.get((model, optimizer, workers, s, STEPS), {}).get(arm) for s in SHARES
+            }
+            losses = {s: statistics.fmean(values(r, "loss")) for s, r in known.items() if r}
+            if losses:
+                axes.plot(list(losses), list(losses.values()), "o-", label=None if number else arm)
+        if dense := _dense(rows, model, optimizer):
+            axes.axhline(statistics.fmean(values(dense, "loss")), color="gray", linewidth=0.8)
+        axes.set(title=f"{model}, W = {workers}", xlabel="times fewer bytes", ylabel="loss")
+        axes.set_xscale("log", base=2)
+    plot_style.legend(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(
+        frame.main(
+            Experiment("common_mask", ABOUT, cells, train, page, claims, draw, before=before)
+        )
+    )
