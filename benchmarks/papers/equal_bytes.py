@@ -31,7 +31,7 @@ from lightning_gc.controllers import TotalErrorBudget
 from lightning_gc.methods import plot_style
 
 WORKERS = 4
-RATES = (0.5, 1.0, 2.0)  # multiples of what suits the model without compression
+RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of what suits the model without compression
 MODELS = {"lstm": "LSTM", "resnet": "ResNet"}
 SUITS = {"lstm": 28.0, "resnet": 0.05}
 NEAR = {"lstm": 0.003, "resnet": 0.1}  # thresholds that send about 1 % of the elements
@@ -97,7 +97,7 @@ compressed, and memories and schemes are the methods' own.
 The levels of `HardThreshold` and of `TotalErrorBudget` are found in hindsight: the run is repeated
 with other levels until its bytes fit. *Chunks in bins* is `Quantised(ChunkedTopK(density),
 BinMeans(2))`. QSGD has whole bits, so it is only in the amount that is its own. Every line is at
-its best of three learning rates, chosen with the first seed. *Apart*: the loss less that of `TopK`,
+its best of five learning rates, chosen with the first seed. *Apart*: the loss less that of `TopK`,
 paired by seed, with the 95 % interval (Student's t).
 """
 
