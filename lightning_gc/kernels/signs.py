@@ -14,7 +14,6 @@ So no sum exceeds the largest magnitude, and a mean of large numbers is finite.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -24,7 +23,7 @@ from torch.nn.functional import pad
 
 from lightning_gc.core.segments import PIECE
 from lightning_gc.kernels import permutation
-from lightning_gc.kernels.shards import Layout, ShardTable
+from lightning_gc.kernels.shards import Layout, Parts, ShardTable
 
 Levels = Literal["magnitude", "means", "votes"]
 """Numbers sent with a tensor's signs: see ``SignTable``."""
@@ -86,13 +85,7 @@ class SignTable(ShardTable):
         device: of the bucket.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[str, int, int, int]],
-        levels: Levels,
-        device: torch.device,
-        shards: int = 1,
-    ) -> None:
+    def __init__(self, parts: Parts, levels: Levels, device: torch.device, shards: int = 1) -> None:
         layout = Layout(parts, 1, sys.maxsize, shards)  # a block is a whole part
         super().__init__(layout, layout.blocks * (2 if levels == "means" else 1))
         self.levels, self.device = levels, device

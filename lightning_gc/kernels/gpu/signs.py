@@ -13,26 +13,13 @@ from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Packed
 from lightning_gc.core.segments import PIECE, Pending
+from lightning_gc.kernels.gpu import tiling
 from lightning_gc.kernels.gpu.launch import end_message, kernel, launch, word
+from lightning_gc.kernels.gpu.positions import sum_of
 from lightning_gc.kernels.gpu.segments import compensated, flags_of, left_of, sample
-from lightning_gc.kernels.gpu.shards import (
-    BLOCKS,
-    CODES,
-    SHARD,
-    Tiles,
-    arrivals,
-    attempt_shards,
-    cell,
-    field_at,
-    flagged,
-    is_idle,
-    source,
-    target,
-    tile_of,
-)
+from lightning_gc.kernels.shards import Payloads
 from lightning_gc.kernels.signs import (
     LANES,
     SUMS,
@@ -69,20 +56,8 @@ def mean_of(sums, first, pieces, share, SUMS: tl.constexpr, LEVELS: tl.constexpr
 
 
 @triton.jit
-def count_of(numbers, first, pieces, SUMS: tl.constexpr):
-    """Return the sum of a parameter's ``pieces`` numbers."""
-    total = tl.zeros([SUMS], tl.int32)
-    at = 0
-    while at < pieces:
-        lane = at + tl.arange(0, SUMS)
-        total += tl.load(numbers + first + lane, mask=lane < pieces, other=0)
-        at += SUMS
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
 def levels_of(
-    sums, negatives, count, first, pieces, numel,
+    sums, lows, negatives, first, pieces, numel,
     SPLIT: tl.constexpr, VOTE: tl.constexpr, PIECE: tl.constexpr, SUMS: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
@@ -93,9 +68,9 @@ def levels_of(
     else:
         fewer = 0
         if SPLIT:
-            fewer = count_of(negatives, first, pieces, SUMS)
+            fewer = sum_of(negatives, first, first + pieces, SUMS)
             share = PIECE * tl.div_rn(1.0, tl.maximum(fewer, 1).to(tl.float32))
-            below = mean_of(sums + count, first, pieces, share, SUMS, LEVELS)
+            below = mean_of(lows, first, pieces, share, SUMS, LEVELS)
         share = PIECE * tl.div_rn(1.0, tl.maximum(numel - fewer, 1).to(tl.float32))
         above = mean_of(sums, first, pieces, share, SUMS, LEVELS)
         if SPLIT == 0:
@@ -119,11 +94,10 @@ def sum_pieces(
     gain,
     peaks,
     tiles,
-    count,
     parts,
-    number,
     least,
     sums,
+    lows,
     negatives,
     ADD: tl.constexpr,
     MEAN: tl.constexpr,
@@ -138,7 +112,7 @@ def sum_pieces(
     With VOTE count magnitudes above ``least``.
     """
     piece = tl.program_id(0)
-    _, at, start, there, numel = tile_of(tiles, count, parts, number, piece, MEAN)
+    _, at, start, there, numel = tiling.tile_of(tiles, parts, piece, MEAN)
     stop = tl.minimum(at + PIECE, numel)
     above = tl.zeros([LANES], tl.float32)
     below = tl.zeros([LANES], tl.float32)
@@ -158,7 +132,7 @@ def sum_pieces(
         at += LANES
     tl.store(sums + piece, in_pairs(above, LEVELS))
     if SPLIT:
-        tl.store(sums + count + piece, in_pairs(below, LEVELS))
+        tl.store(lows + piece, in_pairs(below, LEVELS))
         tl.store(negatives + piece, tl.sum(fewer, axis=0))
 
 
@@ -170,11 +144,10 @@ def take_signs(
     gain,
     peaks,
     tiles,
-    count,
     parts,
-    number,
     least,
     sums,
+    lows,
     negatives,
     keys,
     step,
@@ -204,20 +177,20 @@ def take_signs(
     piece = tl.program_id(0)
     if piece < messages:
         end_message(flag, sent_flag, padding + piece.to(tl.int64) * signs_apart, length)
-    part, at, start, there, numel = tile_of(tiles, count, parts, number, piece, MEAN)
+    part, at, start, there, numel = tiling.tile_of(tiles, parts, piece, MEAN)
     stop = tl.minimum(at + PIECE, numel)
-    shard = cell(parts, number, part, SHARD)
-    signs += field_at(parts, number, part, CODES, signs_apart)
+    shard = tiling.cell(parts, part, tiling.SHARD)
+    signs += tiling.field_at(parts, part, tiling.CODES, signs_apart)
     means += shard.to(tl.int64) * (signs_apart // 4)
-    block = cell(parts, number, part, BLOCKS)
+    block = tiling.cell(parts, part, tiling.BLOCKS)
     first = piece - at // PIECE
     pieces = (numel + PIECE - 1) // PIECE
     below, above = levels_of(
-        sums, negatives, count, first, pieces, numel, SPLIT, VOTE, PIECE, SUMS, LEVELS
+        sums, lows, negatives, first, pieces, numel, SPLIT, VOTE, PIECE, SUMS, LEVELS
     )
     idle = part < 0
     if ADD:
-        idle = is_idle(peaks, parts, number, part)
+        idle = tiling.is_idle(peaks, parts, part)
         above = tl.where(idle, 0.0, above)
         below = tl.where(idle, 0.0, below)
     if piece == first:
@@ -263,9 +236,7 @@ def average_signs(
     flags_apart,
     senders,
     tiles,
-    count,
     parts,
-    number,
     least,
     MEAN: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -277,11 +248,11 @@ def average_signs(
 
     With VOTE it is the sign of the mean, and 0 where the mean is below ``least``.
     """
-    part, at, start, there, numel = tile_of(tiles, count, parts, number, tl.program_id(0), MEAN)
+    part, at, start, there, numel = tiling.tile_of(tiles, parts, tl.program_id(0), MEAN)
     stop = tl.minimum(at + PIECE, numel)
-    signs += field_at(parts, number, part, CODES, signs_shard)
-    means += cell(parts, number, part, SHARD).to(tl.int64) * means_shard
-    block = cell(parts, number, part, BLOCKS)
+    signs += tiling.field_at(parts, part, tiling.CODES, signs_shard)
+    means += tiling.cell(parts, part, tiling.SHARD).to(tl.int64) * means_shard
+    block = tiling.cell(parts, part, tiling.BLOCKS)
     weight = tl.zeros([GROUPS, 8], tl.float32) + share
     lane = tl.arange(0, 8)[None, :]
     while at < stop:
@@ -304,7 +275,7 @@ def average_signs(
             sender += 1
         if VOTE:
             total = tl.where(total >= least, 1.0, tl.where(total <= -least, -1.0, 0.0))
-        total = flagged(total, start + here, flags, flags_apart, senders, parts, number, part)
+        total = tiling.flagged(total, start + here, flags, flags_apart, senders, parts, part)
         tl.store(out + start + here, total, mask=here < there)
         at += 8 * GROUPS
 
@@ -313,26 +284,26 @@ class Table(SignTable):
     """Encodes and decodes parts of a bucket; see ``kernels.signs.SignTable``."""
 
     @functools.cached_property
-    def _tiles(self) -> Tiles:
-        return Tiles(self.layout, PIECE, self.device)
+    def _tiles(self) -> tiling.Tiles:
+        return tiling.Tiles(self.layout, PIECE, self.device)
 
     def _encode(
         self, packed: Sequence[Packed], buffer: Tensor, bucket: Bucket, mine: int | None
     ) -> None:
-        adds, keeps, given = source(buffer, bucket, mine)
+        adds, keeps, given = tiling.source(buffer, bucket, mine)
         grid, *table = self._tiles.table(mine)
         split, vote = self.levels == "means", self.levels == "votes"
         least = 0.0 if mine is None else least_of(bucket.workers)
-        sums = buffer.new_empty((1 + split) * self._tiles.of.shape[1])
+        sums = buffer.new_empty(1 + split, grid[0])
         negatives = self._tiles.of.new_empty(grid[0] if split else 1)
-        read = *given, *table, least, sums, negatives
+        read = *given, *table, least, sums, sums[-1], negatives
         kind = {"ADD": adds, "MEAN": mine is not None, "SPLIT": split, "VOTE": vote, "PIECE": PIECE}
         launch(sum_pieces, grid, *read, **kind, LANES=LANES, LEVELS=LANES.bit_length() - 1)
         launch(
             take_signs,
             grid,
             *(*read, self._tiles.keys(bucket) if vote else self._tiles.parts, bucket.step),
-            *target(packed, bucket),
+            *tiling.target(packed, bucket),
             **kind,
             KEEP=keeps,
             GROUPS=GROUPS,
@@ -341,17 +312,13 @@ class Table(SignTable):
         )
 
     def average(
-        self,
-        payloads: Sequence[Payload],
-        out: Tensor,
-        pending: Pending | None,
-        mine: int | None = None,
+        self, payloads: Payloads, out: Tensor, pending: Pending | None, mine: int | None = None
     ) -> bool:
         grid, *table = self._tiles.table(mine)
         launch(
             average_signs,
             grid,
-            *(*arrivals(self, payloads, mine), out, *flags_of(pending, out), *table),
+            *(*tiling.arrivals(self, payloads, mine), out, *flags_of(pending, out), *table),
             least_of(len(payloads)),
             MEAN=mine is not None,
             SPLIT=self.levels == "means",
@@ -393,7 +360,7 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _shards(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     parts = [("a", 0, 0, 500), ("b", 1, 500, 1000)]
-    yield from attempt_shards(numbers, Table(parts, "means", numbers.device, 2))
+    yield from tiling.attempt_shards(numbers, Table(parts, "means", numbers.device, 2))
 
 
 ATTEMPTS = {"signs": _attempt, "shards of signs": _shards}

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Packed
 from lightning_gc.core.segments import PIECE, Pending
 from lightning_gc.kernels.host.segments import jit, magnitude, multiply_add, times
+from lightning_gc.kernels.shards import Payloads
 from lightning_gc.kernels.signs import LANES, SUMS, Levels, SignTable, least_of
 
 _BLOCK = 2048  # elements whose signs lie in the first cache
@@ -76,11 +76,7 @@ class Table(SignTable):
         return np.array([bucket.key(name) for name in names], np.uint64)
 
     def average(
-        self,
-        payloads: Sequence[Payload],
-        out: Tensor,
-        pending: Pending | None,
-        mine: int | None = None,
+        self, payloads: Payloads, out: Tensor, pending: Pending | None, mine: int | None = None
     ) -> bool:
         places = self._places if mine is None else [self._in_row(mine)]
         for shard, own in enumerate(places):
