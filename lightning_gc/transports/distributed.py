@@ -134,7 +134,7 @@ class Distributed(base.Transport):
     def _mean(self, request: Mean) -> Reply:
         tensors = [t.contiguous() for t in request.tensors]
         means = list(tensors)
-        for dtype in dict.fromkeys(t.dtype for t in tensors):
+        for dtype in dict.fromkeys([t.dtype for t in tensors]):
             members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
             started = []
             for part in _parts(tensors, members):
@@ -142,7 +142,8 @@ class Distributed(base.Transport):
                 flat = joined(views)
                 # Divided before the sum, as DDP does: half precision must not overflow.
                 flat.mul_(1 / self.workers)
-                started.append(self._all_reduce(flat, at_once=len(part) < len(members)))
+                at_once = len(part) < len(members)
+                started.append(dist.all_reduce(flat, group=self.group, async_op=at_once))
                 self.sent_bytes += base.all_reduce_bytes(flat.nbytes, self.workers)
                 if flat.data_ptr() != views[0].data_ptr():
                     pieces = flat.split([v.numel() for v in views])
@@ -152,13 +153,6 @@ class Distributed(base.Transport):
                 if work is not None:
                     work.wait()
         return means
-
-    def _all_reduce(self, flat: Tensor, *, at_once: bool) -> Any:
-        """Sum over workers, in place; with ``at_once`` return what is to be waited for."""
-        if at_once:
-            return dist.all_reduce(flat, group=self.group, async_op=True)
-        dist.all_reduce(flat, group=self.group)
-        return None
 
     def _mean_shard(self, request: MeanShard) -> Reply:
         # FSDP2's own call: its layout, dtype and operation decide the order of the backend's sums.
@@ -176,7 +170,8 @@ class Distributed(base.Transport):
             self.sent_bytes += base.all_gather_bytes(message.numel(), self.workers)
             return request.into
         own, limits = request.tensors, request.limits
-        layouts = [Message.of(own)] * self.workers
+        mine = base.laid_out(own, limits)
+        layouts = [mine] * self.workers
         if limits is not None and request.lengths is not None:
             layouts = self._checked(request.lengths, own, limits)
         elif limits is not None:
@@ -186,7 +181,7 @@ class Distributed(base.Transport):
             _all_gather(table, ours, group=self.group)
             layouts = self._announced(table.view(self.workers, -1), own, limits)
         sizes = [layout.nbytes for layout in layouts]
-        message, nbytes = base.laid_out(own, limits).pack(own), sizes[self.worker]
+        message, nbytes = mine.pack(own), sizes[self.worker]
         if message.numel() != nbytes:  # what it has announced was damaged, and others expect that
             message = torch.nn.functional.pad(message, (0, nbytes - message.numel()))
         gathered = message.new_empty(sum(sizes))
@@ -232,7 +227,7 @@ class Distributed(base.Transport):
         self.sent_bytes += away
         self.node_bytes += within
         if limits is None:
-            layouts = [Message.of(own)] * self.workers
+            layouts = [outgoing[self.worker]] * self.workers
         elif own[0].device.type == "cpu":
             return self._exchange_ragged(request.payloads, messages, limits)
         else:

@@ -243,8 +243,9 @@ class Uncompressed:
             taken = buffer.new_empty(self.numel)
             segments.take(buffer, self._table(buffer.device), taken, pending)
             return taken
-        taken = torch.cat(self._views(buffer))
-        torch._foreach_zero_(self._views(buffer))
+        views = self._views(buffer)
+        taken = torch.cat(views)
+        torch._foreach_zero_(views)
         return taken
 
     def put(self, taken: Sequence[Tensor], out: Tensor, pending: Pending | None) -> None:
