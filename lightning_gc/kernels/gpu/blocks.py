@@ -125,40 +125,17 @@ def code_by_book(x, there, own, real, book, top, sign, STEPS: tl.constexpr):
 
 @kernel()
 def round_blocks(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    tiles,
-    parts,
-    positions,
-    target,
-    between,
-    book,
-    top,
-    sign,
-    codes,
-    codes_apart,
-    numbers,
-    messages,
-    flag,
-    sent_flag,
-    padding,
-    length,
+    buffer, grad, decay, gain, peaks,
+    tiles, parts,
+    positions, target, between,
+    book, top, sign,
+    codes, codes_apart, numbers, messages,
+    flag, sent_flag, padding, length,
     own,
-    ADD: tl.constexpr,
-    KEEP: tl.constexpr,
-    GUARDED: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    MEAN: tl.constexpr,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    STEPS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    SIGMAS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    ADD: tl.constexpr, KEEP: tl.constexpr, GUARDED: tl.constexpr, CHOSEN: tl.constexpr,
+    MEAN: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr,
+    LEVELS: tl.constexpr, SIGMAS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Code a tile. With CHOSEN the buffer has chosen elements, and ``target`` keeps their errors.
 
     Else also write the ends of messages. In the shard ``own`` numbers that are not finite stay for
@@ -205,30 +182,15 @@ def round_blocks(
 
 @kernel()
 def average_blocks(
-    codes,
-    codes_apart,
-    codes_shard,
-    numbers,
-    numbers_apart,
-    numbers_shard,
-    workers,
-    share,
-    out,
-    flags,
-    flags_apart,
-    senders,
-    tiles,
-    parts,
-    out_apart,
-    between,
-    book,
-    MEAN: tl.constexpr,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    STEPS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    codes, codes_apart, codes_shard,
+    numbers, numbers_apart, numbers_shard,
+    workers, share, out,
+    flags, flags_apart, senders,
+    tiles, parts,
+    out_apart, between, book,
+    MEAN: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr,
+    LEVELS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Write a tile of the mean of ``workers`` payloads; the second index is the first payload's."""
     sender = tl.program_id(1)
     out += sender.to(tl.int64) * out_apart

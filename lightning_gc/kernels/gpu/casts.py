@@ -50,21 +50,11 @@ def from_half(half, BFLOAT: tl.constexpr):
 
 @kernel()
 def round_pieces(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    pieces,
-    halves,
-    flag,
-    sent_flag,
-    padding,
-    length,
-    ADD: tl.constexpr,
-    BFLOAT: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    buffer, grad, decay, gain, peaks,
+    pieces, halves,
+    flag, sent_flag, padding, length,
+    ADD: tl.constexpr, BFLOAT: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Write a piece as 16-bit floats; with a gradient to add, leave the rounding error."""
     piece = tl.program_id(0)
     if piece == 0:
@@ -87,19 +77,10 @@ def round_pieces(
 
 @kernel()
 def average_pieces(
-    halves,
-    apart,
-    workers,
-    share,
-    out,
-    flags,
-    flags_apart,
-    senders,
-    starts,
-    pieces,
-    BFLOAT: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    halves, apart, workers, share, out,
+    flags, flags_apart, senders, starts, pieces,
+    BFLOAT: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Write a piece of the mean: all workers' values, in their order."""
     part, at, stop, _ = piece_of(pieces, tl.program_id(0))
     begin = tl.load(starts + part)

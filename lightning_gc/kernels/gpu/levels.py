@@ -118,21 +118,11 @@ def load_values(packed, norm, groups, at, numel, BITS: tl.constexpr):
 
 @kernel()
 def raise_peaks(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    tiles,
-    parts,
-    block_size,
-    most,
-    most_apart,
-    ADD: tl.constexpr,
-    LARGE: tl.constexpr,
-    MEAN: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    buffer, grad, decay, gain, peaks,
+    tiles, parts,
+    block_size, most, most_apart,
+    ADD: tl.constexpr, LARGE: tl.constexpr, MEAN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Raise ``most`` of each block to the bits of its largest magnitude."""
     part, local, start, there, _ = tiling.tile_of(tiles, parts, tl.program_id(0), MEAN)
     at = local + tl.arange(0, TILE)
@@ -154,35 +144,16 @@ def raise_peaks(
 
 @kernel()
 def round_tiles(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    tiles,
-    parts,
-    keys,
-    step,
-    block_size,
-    most,
-    most_apart,
-    codes,
-    codes_apart,
-    norms,
-    messages,
-    flag,
-    sent_flag,
-    padding,
-    length,
+    buffer, grad, decay, gain, peaks,
+    tiles, parts,
+    keys, step,
+    block_size, most, most_apart,
+    codes, codes_apart, norms, messages,
+    flag, sent_flag, padding, length,
     own,
-    ADD: tl.constexpr,
-    KEEP: tl.constexpr,
-    MEAN: tl.constexpr,
-    NEAREST: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    ADD: tl.constexpr, KEEP: tl.constexpr, MEAN: tl.constexpr, NEAREST: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Round and pack a tile. Its norms are found here if BLOCK is not 0, else they are ``most``.
 
     In the shard ``own`` numbers that are not finite stay for ``book``.
@@ -246,26 +217,14 @@ def sum_of(
 
 @kernel()
 def average_tiles(
-    codes,
-    codes_apart,
-    codes_shard,
-    norms,
-    norms_apart,
-    norms_shard,
-    workers,
-    share,
-    out,
-    flags,
-    flags_apart,
-    senders,
-    tiles,
-    parts,
+    codes, codes_apart, codes_shard,
+    norms, norms_apart, norms_shard,
+    workers, share, out,
+    flags, flags_apart, senders,
+    tiles, parts,
     block_size,
-    FRESH: tl.constexpr,
-    MEAN: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    FRESH: tl.constexpr, MEAN: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Write a tile of the mean, and add the flags to the first element of its parameter.
 
     Unless FRESH, add the tile to ``out``.

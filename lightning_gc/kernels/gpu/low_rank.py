@@ -64,18 +64,10 @@ def highest_of(columns, at, size, rank, RANK: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def shares_of(
-    columns,
-    bases,
-    at,
-    size,
-    rank,
-    j,
-    longest,
-    unit,
-    known,
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    columns, bases, at, size, rank,
+    j, longest, unit, known,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Return products of column j, without its ``known`` shares, with earlier ones and itself."""
     shares = tl.zeros([BLOCK, RANK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
@@ -191,27 +183,13 @@ def add_up(sums, several, into, size, BLOCK: tl.constexpr):
 
 @kernel()
 def project_rows(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    table,
-    tiles,
-    bases,
-    products,
-    sums,
-    arrivals,
-    flag,
-    sent_flag,
-    padding,
-    length,
-    PENDING: tl.constexpr,
-    ADD: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
+    buffer, grad, decay, gain, peaks,
+    table, tiles,
+    bases, products, sums, arrivals,
+    flag, sent_flag, padding, length,
+    PENDING: tl.constexpr, ADD: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Write M·Q for a tile; with a gradient to add, first write the sum M to the buffer."""
     tile = tiles + FIELDS * tl.program_id(0)
     if PENDING:
@@ -264,19 +242,11 @@ def project_rows(
 
 @kernel()
 def project_columns(
-    buffer,
-    peaks,
-    table,
-    tiles,
-    bases,
-    products,
-    sums,
-    arrivals,
-    ADD: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    buffer, peaks,
+    table, tiles,
+    bases, products, sums, arrivals,
+    ADD: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Write Pᵀ·M for a tile of COLUMNS columns."""
     tile = tiles + FIELDS * tl.program_id(0)
     place = table + PLACES * tl.load(tile)
@@ -352,26 +322,14 @@ def keep_columns(q, before, kept, place, BLOCK: tl.constexpr):
 
 @kernel()
 def apply_factors(
-    buffer,
-    out,
-    p,
-    q,
-    before,
-    kept,
+    buffer, out,
+    p, q, before, kept,
     peaks,
-    flags,
-    stride,
-    senders,
-    table,
-    tiles,
-    tile_count,
-    most,
-    ADD: tl.constexpr,
-    KEEP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    flags, stride, senders, table, tiles,
+    tile_count, most,
+    ADD: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write P·Qᵀ of a tile to ``out`` and keep the rest; the last programs keep each matrix's Q."""
     program = tl.program_id(0)
     if program < tile_count:

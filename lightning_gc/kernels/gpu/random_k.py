@@ -73,22 +73,12 @@ def unsigned(place):
 
 @kernel()
 def take_drawn(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    table,
-    step,
+    buffer, grad, decay, gain, peaks,
+    table, step,
     values,
-    flag,
-    sent_flag,
-    padding,
-    length,
-    ADD: tl.constexpr,
-    SCALED: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    flag, sent_flag, padding, length,
+    ADD: tl.constexpr, SCALED: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Write drawn elements of a piece, leave the others, and zero where the mean will be."""
     piece = tl.program_id(0)
     if piece == 0:
@@ -126,18 +116,11 @@ def take_drawn(
 
 @kernel()
 def put_drawn(
-    values,
-    apart,
-    workers,
-    share,
-    out,
-    flags,
-    flags_apart,
-    senders,
-    table,
+    values, apart, workers, share, out,
+    flags, flags_apart, senders, table,
     step,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write the mean of BLOCK values, all workers' in their order, among zeros."""
     row = table + 8 * tl.program_id(0)
     begin, start = tl.load(row), tl.load(row + 4)

@@ -159,16 +159,10 @@ def arrived(flags, stride, count):
 
 @kernel()
 def take_pieces(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    table,
-    taken,
-    ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    buffer, grad, decay, gain, peaks,
+    table, taken,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Move a piece out of ``buffer``; of an idle parameter zeros are taken and the rest stays."""
     part, at, stop, place = piece_of(table, tl.program_id(0))
     idle = tl.load(peaks + part) == 0.0
@@ -199,18 +193,10 @@ def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None
 
 @kernel()
 def put_pieces(
-    taken,
-    apart,
-    workers,
-    share,
-    out,
-    flags,
-    stride,
-    senders,
-    starts,
-    table,
+    taken, apart, workers, share, out,
+    flags, stride, senders, starts, table,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write a piece of the mean, and add the flags to the first element of its parameter."""
     part, at, stop, place = piece_of(table, tl.program_id(0))
     begin = tl.load(starts + part)

@@ -101,19 +101,11 @@ def clear(bitmap, program, size, length, ROW: tl.constexpr):
 
 @kernel()
 def sample_thresholds(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    table,
-    step,
+    buffer, grad, decay, gain, peaks,
+    table, step,
     thresholds,
-    ADD: tl.constexpr,
-    GUARDED: tl.constexpr,
-    BINS: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    ADD: tl.constexpr, GUARDED: tl.constexpr, BINS: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Find the magnitude of the wanted rank in the sample of each part; one program a part."""
     part = tl.program_id(0)
     apart = field(table, part, 4)
@@ -144,26 +136,13 @@ def sample_thresholds(
 
 @kernel()
 def first_digit(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    pieces,
-    table,
-    histogram,
-    thresholds,
-    reached,
-    factor1,
-    factor2,
-    factor3,
-    factor4,
-    ADD: tl.constexpr,
-    GUARDED: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    FIRST: tl.constexpr,
+    buffer, grad, decay, gain, peaks,
+    pieces, table,
+    histogram, thresholds, reached,
+    factor1, factor2, factor3, factor4,
+    ADD: tl.constexpr, GUARDED: tl.constexpr, SAMPLED: tl.constexpr, FIRST: tl.constexpr,
     ROW: tl.constexpr,
-):
+):  # fmt: skip
     """Add the gradient, and count the first digits and how many reach each threshold."""
     part, at, stop, _ = piece_of(pieces, tl.program_id(0))
     idle = is_idle(peaks, table, part, GUARDED)
@@ -206,23 +185,13 @@ def first_digit(
 
 @kernel()
 def next_digit(
-    buffer,
-    peaks,
-    pieces,
-    table,
-    histogram,
-    finer,
-    reached,
-    numbers,
-    before,
-    after,
-    GUARDED: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    THIRD: tl.constexpr,
-    BINS: tl.constexpr,
-    FIRST: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    buffer, peaks,
+    pieces, table,
+    histogram, finer, reached, numbers,
+    before, after,
+    GUARDED: tl.constexpr, SAMPLED: tl.constexpr, THIRD: tl.constexpr, BINS: tl.constexpr,
+    FIRST: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Count the next digits of elements that share the digits of the k-th largest so far.
 
     ``before`` and ``after`` hold these digits, and which of the elements that share them is the
@@ -266,24 +235,13 @@ def next_digit(
 
 @kernel()
 def count_pieces(
-    buffer,
-    peaks,
-    pieces,
-    table,
-    histogram,
-    before,
-    limits,
-    larger,
-    equal,
-    numbers,
-    total,
-    flag,
-    sent_flag,
-    GUARDED: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    BINS: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    buffer, peaks,
+    pieces, table,
+    histogram, before,
+    limits, larger, equal, numbers, total,
+    flag, sent_flag,
+    GUARDED: tl.constexpr, SAMPLED: tl.constexpr, BINS: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Count elements above the k-th largest and equal to it; store it, and how many are needed."""
     piece = tl.program_id(0)
     part, at, stop, _ = piece_of(pieces, piece)
@@ -317,24 +275,12 @@ def count_pieces(
 
 @kernel()
 def count_reaching(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    pieces,
-    table,
-    limits,
-    larger,
-    equal,
-    numbers,
-    total,
-    flag,
-    sent_flag,
-    ADD: tl.constexpr,
-    GUARDED: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    buffer, grad, decay, gain, peaks,
+    pieces, table,
+    limits, larger, equal, numbers, total,
+    flag, sent_flag,
+    ADD: tl.constexpr, GUARDED: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Add the gradient, and count elements that reach their part's limit."""
     piece = tl.program_id(0)
     part, at, stop, _ = piece_of(pieces, piece)
@@ -364,33 +310,16 @@ def count_reaching(
 
 @kernel()
 def move_chosen(
-    buffer,
-    peaks,
-    pieces,
-    table,
-    limits,
-    numbers,
-    larger,
-    equal,
-    values,
-    positions,
-    number,
-    bitmap,
-    zeroed,
-    length,
-    flag,
-    sent_flag,
-    padding,
-    padded,
-    seal_place,
-    seal,
-    KEEP: tl.constexpr,
-    GUARDED: tl.constexpr,
-    BFLOAT: tl.constexpr,
-    SEALED: tl.constexpr,
-    FOLD: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    buffer, peaks,
+    pieces, table,
+    limits, numbers, larger, equal,
+    values, positions, number,
+    bitmap, zeroed, length,
+    flag, sent_flag, padding, padded,
+    seal_place, seal,
+    KEEP: tl.constexpr, GUARDED: tl.constexpr, BFLOAT: tl.constexpr, SEALED: tl.constexpr,
+    FOLD: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Move what is sent out of the buffer, ascending; of equal magnitudes the first are sent.
 
     Also zero ``zeroed`` bytes of the bitmap, and write the end of the message.
@@ -444,29 +373,14 @@ def move_chosen(
 
 @kernel()
 def take_chunks(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    tiles,
-    table,
-    values,
-    positions,
-    bitmap,
-    zeroed,
-    length,
-    flag,
-    sent_flag,
-    padding,
-    padded,
-    ADD: tl.constexpr,
-    KEEP: tl.constexpr,
-    GUARDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    buffer, grad, decay, gain, peaks,
+    tiles, table,
+    values, positions,
+    bitmap, zeroed, length,
+    flag, sent_flag, padding, padded,
+    ADD: tl.constexpr, KEEP: tl.constexpr, GUARDED: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Add the gradient, and move the largest of each of ROWS chunks out of the buffer.
 
     Also zero ``zeroed`` bytes of the bitmap, and write the end of the message.

@@ -88,25 +88,13 @@ def coins_of(key, step, places):
 
 @kernel()
 def sum_pieces(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    tiles,
-    parts,
+    buffer, grad, decay, gain, peaks,
+    tiles, parts,
     least,
-    sums,
-    lows,
-    negatives,
-    ADD: tl.constexpr,
-    MEAN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    VOTE: tl.constexpr,
-    PIECE: tl.constexpr,
-    LANES: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
+    sums, lows, negatives,
+    ADD: tl.constexpr, MEAN: tl.constexpr, SPLIT: tl.constexpr, VOTE: tl.constexpr,
+    PIECE: tl.constexpr, LANES: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
     """Add a piece's magnitudes; with SPLIT its elements below 0 and the others, and count them.
 
     With VOTE count magnitudes above ``least``.
@@ -138,38 +126,18 @@ def sum_pieces(
 
 @kernel()
 def take_signs(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    tiles,
-    parts,
+    buffer, grad, decay, gain, peaks,
+    tiles, parts,
     least,
-    sums,
-    lows,
-    negatives,
-    keys,
-    step,
-    signs,
-    signs_apart,
-    means,
-    messages,
-    flag,
-    sent_flag,
-    padding,
-    length,
+    sums, lows, negatives,
+    keys, step,
+    signs, signs_apart, means, messages,
+    flag, sent_flag, padding, length,
     own,
-    ADD: tl.constexpr,
-    KEEP: tl.constexpr,
-    MEAN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    VOTE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PIECE: tl.constexpr,
-    SUMS: tl.constexpr,
+    ADD: tl.constexpr, KEEP: tl.constexpr, MEAN: tl.constexpr, SPLIT: tl.constexpr,
+    VOTE: tl.constexpr, GROUPS: tl.constexpr, PIECE: tl.constexpr, SUMS: tl.constexpr,
     LEVELS: tl.constexpr,
-):
+):  # fmt: skip
     """Write a piece's signs, its parameter's means, and leave the difference.
 
     In the shard ``own`` numbers that are not finite stay for ``book``.
@@ -223,27 +191,15 @@ def take_signs(
 
 @kernel()
 def average_signs(
-    signs,
-    signs_apart,
-    signs_shard,
-    means,
-    means_apart,
-    means_shard,
-    workers,
-    share,
-    out,
-    flags,
-    flags_apart,
-    senders,
-    tiles,
-    parts,
+    signs, signs_apart, signs_shard,
+    means, means_apart, means_shard,
+    workers, share, out,
+    flags, flags_apart, senders,
+    tiles, parts,
     least,
-    MEAN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    VOTE: tl.constexpr,
-    GROUPS: tl.constexpr,
+    MEAN: tl.constexpr, SPLIT: tl.constexpr, VOTE: tl.constexpr, GROUPS: tl.constexpr,
     PIECE: tl.constexpr,
-):
+):  # fmt: skip
     """Write a piece of the mean: all workers' levels, in their order.
 
     With VOTE it is the sign of the mean, and 0 where the mean is below ``least``.

@@ -52,25 +52,12 @@ def add(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> None:
 
 @kernel()
 def add_all(
-    values,
-    apart,
-    counts,
-    counts_apart,
-    positions,
-    most,
-    wrong,
-    workers,
-    share,
-    out,
-    flags,
-    flags_apart,
-    senders,
-    starts,
-    pieces,
-    table,
-    BFLOAT: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    values, apart, counts, counts_apart,
+    positions, most, wrong,
+    workers, share, out,
+    flags, flags_apart, senders, starts, pieces, table,
+    BFLOAT: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Write a piece of the mean: zeros, and each worker's elements, in the workers' order."""
     part, start, stop, _ = piece_of(pieces, tl.program_id(0))
     at = start
