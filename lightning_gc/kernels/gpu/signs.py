@@ -6,12 +6,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.message import Packed
 from lightning_gc.core.segments import PIECE, Pending
@@ -20,16 +18,7 @@ from lightning_gc.kernels.gpu.launch import end_message, kernel, launch, word
 from lightning_gc.kernels.gpu.positions import sum_of
 from lightning_gc.kernels.gpu.segments import compensated, flags_of, left_of, sample
 from lightning_gc.kernels.shards import Payloads
-from lightning_gc.kernels.signs import (
-    LANES,
-    SUMS,
-    Levels,
-    SignTable,
-    by_torch,
-    coins,
-    least_of,
-    share_of,
-)
+from lightning_gc.kernels.signs import LANES, SUMS, SignTable, attempt, least_of
 
 GROUPS = 128
 """Groups of eight elements that a program reads at a time."""
@@ -286,32 +275,9 @@ class Table(SignTable):
 
 
 def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    parts, shapes = [("a", 0, 0, 500), ("b", 1, 500, 1000)], {"a": (500,), "b": (500,)}
-    grad = numbers.roll(250)
-    x = 0.5 * numbers + grad
-    used, negative = x[:500], x[:500] < 0
-    magnitude, fewer = by_torch(used.abs(), share_of(500)), int(negative.sum())
-    below = by_torch(used.where(negative, 0.0), share_of(fewer))
-    above = by_torch(used.where(~negative, 0.0), share_of(500 - fewer))
-    one, places = torch.ones_like(above), torch.arange(500, device=x.device)
-    sent: dict[Levels, tuple[Tensor, Tensor]] = {
-        "magnitude": (-magnitude, magnitude),
-        "means": (below, above),
-        "votes": (-one, one),
-    }
-    for levels, (low, high) in sent.items():
-        pending, left, out = replace(sample(numbers), grad=grad), numbers.clone(), numbers.clone()
-        bucket, split = Bucket(numbers, shapes, pending=pending), levels == "means"
-        table = Table(parts, levels, numbers.device)
-        ((signs, means),) = table.encode(left, bucket)
-        value = torch.cat([torch.where(negative, low, high), torch.zeros_like(x[500:])])
-        tossed = coins(bucket.key("b"), 0, places)
-        idle = tossed if levels == "votes" else torch.ones_like(negative)
-        yield signs, torch.cat([pack(part.to(torch.uint8), 1) for part in (~negative, idle)])
-        yield means, torch.stack([*[low, high][1 - split :], *torch.zeros_like(means[: 1 + split])])
-        yield left, x - value
-        table.average([(signs, means)] * 2, out, pending)
-        yield out, value
+    yield from attempt(
+        Table, numbers, lambda: replace(sample(numbers), grad=numbers.roll(numbers.numel() // 4))
+    )
 
 
 def _shards(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
