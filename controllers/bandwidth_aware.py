@@ -147,5 +147,5 @@ def check_order(owner: Controller, levels: tuple[float, ...], knob: KnobLike) ->
     """Raise ValueError for levels that do not go from least compression to most."""
     harder = not all(compresses_less(*pair, knob) for pair in itertools.pairwise(levels))
     descending = sorted(levels)[::-1]
-    given = {"controller": owner, "knob": knob}
-    judge("BandwidthAware", **given, harder=harder, descending=descending)
+    given = {"controller": owner, "knob": knob, "descending": descending}
+    judge(type(owner).__name__, **given, harder=harder)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_gc.core.combinations import judge
-
-from .bandwidth_aware import check_ladder
+from .bandwidth_aware import check_ladder, check_order
 from .base import (
     Controller,
     Curve,
@@ -19,7 +16,6 @@ from .base import (
     Needs,
     Observation,
     State,
-    compresses_less,
 )
 from .level_plan import at, finite
 
@@ -78,9 +74,7 @@ class GainSearch(Controller):
     def check(self, knob: KnobLike | None) -> None:
         super().check(knob)
         assert knob is not None
-        pairs = itertools.pairwise(self.levels)
-        harder = not all(compresses_less(less, more, knob) for less, more in pairs)
-        judge("GainSearch", controller=self, knob=knob, harder=harder)
+        check_order(self, self.levels, knob)
 
     def init(self) -> State:
         return {"level": 0, "scores": {}, "searching": True}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .base import Decision, Needs, Observation, State
 from .threshold_budget import MARGIN, NOTHING, Stretch, next_threshold
-from .threshold_controller import ThresholdController, sent_whole
+from .total_error import ThresholdController, sent_whole
 
 _DECISIONS = 80  # per run; fewer find the threshold too late in short runs
 

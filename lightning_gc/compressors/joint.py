@@ -150,8 +150,9 @@ class WholeCodec(Whole):
         """Add the payload of a buffer of ``numel`` elements to the tally."""
         if bucket.phase == 0:
             # A shard's buffer may be padded beyond its bucket.
-            sent = min(self.sent(payload, numel), bucket.numel)
-            bucket.tally.count(min(self.elements(numel), bucket.numel), sent, payload)
+            most = bucket.numel
+            sent = min(self.sent(payload, numel), most)
+            bucket.tally.count(min(self.elements(numel), most), sent, payload)
 
     def receive(
         self, payload: Payload, out: Tensor, scale: float, bucket: Bucket, sender: int | None
@@ -245,7 +246,7 @@ class JointCodec(WholeCodec):
 
     def clear(self, out: Tensor) -> None:
         """Zero the parts of ``out``; all of it if nothing else is in it."""
-        if self.elements(out.numel()) == out.numel():
+        if self._numel == out.numel():
             out.zero_()
         else:
             torch._foreach_zero_([out[part.start : part.stop] for part in self.parts])
@@ -256,11 +257,15 @@ class JointCodec(WholeCodec):
         wires = [wire_of(part.codec, part.numel) for part in self.parts]
         return [[field.length for field in fields] for fields in zip(*wires, strict=True)]
 
-    def elements(self, numel: int) -> int:
+    @functools.cached_property
+    def _numel(self) -> int:
         return sum(part.numel for part in self.parts)
 
+    def elements(self, numel: int) -> int:
+        return self._numel
+
     def sent(self, payload: Payload, numel: int) -> int:
-        return self.elements(numel)
+        return self._numel
 
     def wire(self, numel: int) -> Wire:
         fields = wire_of(self.codec, self.parts[0].numel)
@@ -315,7 +320,7 @@ class JointTable(JointCodec):
             return None
         row = type(self)(self.codec, in_row(self.parts, bucket.workers))
         table = self._made(kind, buffer.device, bucket.workers)
-        return Shards(row, self.elements(bucket.numel), table, bucket, buffer)
+        return Shards(row, self._numel, table, bucket, buffer)
 
     def encode(self, buffer: Tensor, bucket: Bucket) -> Payload:
         table = self.table(buffer)

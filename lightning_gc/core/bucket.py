@@ -62,7 +62,7 @@ class Tally:
         """Count a payload that holds ``sent`` of ``elements`` elements."""
         self.elements += elements
         self.sent += sent
-        self.payload_bytes += sum(t.numel() * t.element_size() for t in payload)
+        self.payload_bytes += sum([t.nbytes for t in payload])
 
 
 @dataclass(frozen=True)

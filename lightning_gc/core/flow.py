@@ -51,7 +51,7 @@ class Arrived(list[Any]):
 
         def there(tensor: Tensor) -> Tensor:
             start = tensor.storage_offset() * tensor.element_size() - begin
-            data = memory[start : start + tensor.numel() * tensor.element_size()]
+            data = memory[start : start + tensor.nbytes]
             return data.view(tensor.dtype).view(tensor.shape)
 
         made = Arrived([there(tensor) for tensor in payload] for payload in self)
@@ -138,12 +138,12 @@ def together(flows: Sequence[Flow], workers: int) -> Flow:
             waiting = [_gathered_if_small(flow, request, workers) for flow, request in waiting]
         following = []
         for kind in (Mean, Gather, Exchange, MeanShard):
-            group = [flow for flow, request in waiting if isinstance(request, kind)]
-            requests = [request for _, request in waiting if isinstance(request, kind)]
+            group = [pair for pair in waiting if isinstance(pair[1], kind)]
             if not group:
                 continue
+            asking, requests = zip(*group, strict=True)
             reply = yield join(requests)
-            for flow, part in zip(group, split(reply, requests), strict=True):
+            for flow, part in zip(asking, split(reply, requests), strict=True):
                 if (request := resume(flow, part)) is not None:
                     following.append((flow, request))
         waiting = following
@@ -165,7 +165,7 @@ def _gathered_if_small(flow: Flow, request: Request, workers: int) -> tuple[Flow
     """Return a flow and request that gather the tensors of a small ``Mean``; others unchanged."""
     if not isinstance(request, Mean):
         return flow, request
-    nbytes = sum(t.numel() * t.element_size() for t in request.tensors)
+    nbytes = sum([t.nbytes for t in request.tensors])
     if not is_gathered(nbytes, workers):
         return flow, request
     gathered = _gathered_mean(flow, request, workers)

@@ -57,7 +57,7 @@ def lengths(payload: Sequence[Tensor], *expected: int) -> None:
 
     Call it for lengths that depend on one another. Torch would broadcast a single element.
     """
-    if tuple(tuple(tensor.shape) for tensor in payload) != tuple((n,) for n in expected):
+    if [tensor.shape for tensor in payload] != [(n,) for n in expected]:
         raise ValueError(_wrong_lengths(payload, str(expected)))
 
 

@@ -150,17 +150,16 @@ def make(kind: str, value: T | str, known: Mapping[str, type[T]], base: type[T])
             f"{_call(known[close])}."
         )
     example = next(filter(None, map(known.get, _TYPICAL)), next(iter(known.values())))
-    given = repr(value) if isinstance(value, str | int | float | None) else _a(value)
+    given = (
+        repr(value)
+        if isinstance(value, str | int | float | None)
+        else f"an object of {type(value).__name__}"
+    )
     names = kind[:-1] + "ies" if kind.endswith("y") else f"{kind}s"
     raise ValueError(
         f"{given} is not a {kind}; give an instance, such as {_call(example)}, or a name. "
         f"lightning-gc list {names} prints all names."
     )
-
-
-def _a(value: object) -> str:
-    """Return what a value is, where its text may be of any length."""
-    return f"an object of {type(value).__name__}"
 
 
 def did_you_mean(value: object, known: Collection[str]) -> str:

@@ -45,8 +45,9 @@ class Segments:
 
     @functools.cached_property
     def pieces(self) -> Tensor:
-        """Parameter, first element and end of each piece, ``(3, m)``, on the device."""
-        return pieces_of(self.spans, self.device)
+        """Pieces of all parameters, on the device."""
+        places = [(i, each.start, each.stop, each.start) for i, each in enumerate(self.spans)]
+        return pieces_of(places, self.device)
 
     def elementwise(self, flags: Tensor) -> Tensor:
         """Return each parameter's flag for each of its elements, ``(numel,)`` bool, on the device.
@@ -63,28 +64,31 @@ class Segments:
         return marks.index_copy_(0, self.starts, steps).cumsum(0, dtype=torch.int8).bool()
 
 
-def pieces_of(spans: Sequence[slice], device: torch.device, size: int = PIECE) -> Tensor:
-    """Cut spans into pieces of at most ``size`` elements.
-
-    Returns:
-        Index of the span, first element and end of each piece, ``(3, m)`` as ``columns_of`` has it.
-    """
-    rows = [
-        (index, start, min(start + size, span.stop))
-        for index, span in enumerate(spans)
-        for start in range(span.start, span.stop, size)
-    ]
-    return columns_of(rows, 3, device)
-
-
-def columns_of(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:
-    """Return a table of places for kernels, ``(width, m)``: a column for each row.
+def pieces_of(
+    places: Sequence[tuple[int, int, int, int]], device: torch.device, size: int = PIECE
+) -> Tensor:
+    """Cut parameters into pieces of at most ``size`` elements, for kernels of whole buckets.
 
     Kernels of a GPU read int32, since they take fewer than 2^30 elements. Kernels of the host take
     any number, and read int64.
+
+    Args:
+        places: of each parameter, its index among the bucket's that are not empty, its first
+            element and its end, and the place of the first element elsewhere.
+        device: of the bucket.
+        size: elements of a piece, at most.
+
+    Returns:
+        ``(m, 4)``: of each piece the parameter's index, the first element, the end, and the first
+        element's place elsewhere.
     """
+    rows = [
+        (index, start, min(start + size, end), place + start - begin)
+        for index, begin, end, place in places
+        for start in range(begin, end, size)
+    ]
     dtype = torch.int64 if device.type == "cpu" else torch.int32
-    return torch.tensor(rows, dtype=dtype, device=device).view(-1, width).t().contiguous()
+    return torch.tensor(rows, dtype=dtype, device=device).view(-1, 4)
 
 
 class Workspace:

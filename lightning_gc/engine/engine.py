@@ -435,13 +435,14 @@ class BucketRound:
     def _open(self, bucket: Bucket) -> Guard | None:
         """Look at the gradient and unscale it."""
         engine, grad = self._engine, bucket.grad
-        bucket.tally.grad_elements += bucket.numel
-        bucket.tally.grad_bytes += bucket.numel * grad.element_size()
+        numel = grad.numel()
+        bucket.tally.grad_elements += numel
+        bucket.tally.grad_bytes += grad.nbytes
         guard: Guard | None = None
         layouts = engine.buffers.layouts
-        if bucket.numel and engine.levels.sends_whole and self._rests(bucket):
+        if numel and engine.levels.sends_whole and self._rests(bucket):
             guard = Onlooker(bucket, layouts, scatters=engine.scatters)
-        elif bucket.numel and not (engine.levels.exact and not engine.memory.buffers):
+        elif numel and not (engine.levels.exact and not engine.memory.buffers):
             guard = Guard(bucket, layouts, engine.memory.unused, scatters=engine.scatters)
         if engine.loss_scaling.scale is not None:
             grad.div_(engine.loss_scaling.scale)

@@ -121,27 +121,24 @@ class ExchangeRecorder:
 
     def follow(self, flow: Flow) -> Flow:
         """Run a flow."""
+        tape = self._tape
         try:
-            yield from self._followed(flow)
+            with tape.runs():
+                request = next(flow, None)
+            while request is not None:
+                self._spans.append(tape.cut())
+                tape.asks(type(request).__name__, _asked(request))
+                if getattr(request, "limits", None) is not None:
+                    tape.refuse("lengths vary")
+                reply = tape.arrives((yield request))
+                self._requests.append(request)
+                self._replies.append(reply)
+                with tape.runs():
+                    request = resume(flow, reply)
+            self._spans.append(tape.cut())
         except BaseException:  # also an interrupt: the state stays, and the memory is used again
             self._rescue()
             raise
-
-    def _followed(self, flow: Flow) -> Flow:
-        with self._tape.runs():
-            request = next(flow, None)
-        while request is not None:
-            self._spans.append(self._tape.cut())
-            tensors = request.payloads if isinstance(request, Exchange) else request.tensors
-            self._tape.asks(type(request).__name__, tensors_of(tensors))
-            if getattr(request, "limits", None) is not None:
-                self._tape.refuse("lengths vary")
-            reply = self._tape.arrives((yield request))
-            self._requests.append(request)
-            self._replies.append(reply)
-            with self._tape.runs():
-                request = resume(flow, reply)
-        self._spans.append(self._tape.cut())
 
     def carrying(self, part: Callable[[], None]) -> Callable[[], None]:
         """Return a part that also keeps the compressor's state where it was.
@@ -460,7 +457,13 @@ class Recordings:
             else:
                 self.stop()
             if same is False:
-                self._warn(layout.method[0])
+                warnings.warn(
+                    f"{layout.method[0]}: a recorded exchange gave other bits than the exchange as "
+                    f"written, with torch {torch.__version__} on this device. Only the latter has "
+                    f"been used, and all exchanges run so from now on. Without recording: "
+                    f"{dispatch.SWITCH}=prepared. Please report this.",
+                    stacklevel=2,
+                )
         finally:
             self.busy = False
 
@@ -468,15 +471,6 @@ class Recordings:
         """Record nothing from now on."""
         self._trusted = False
         self._known, self._memory = {}, None
-
-    def _warn(self, method: Any) -> None:
-        warnings.warn(
-            f"{method}: a recorded exchange gave other bits than the exchange as written, with "
-            f"torch {torch.__version__} on this device. Only the latter has been used, and all "
-            f"exchanges run so from now on. Without recording: {dispatch.SWITCH}=prepared. Please "
-            f"report this.",
-            stacklevel=2,
-        )
 
 
 def is_ours(part: Any) -> bool:

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 from lightning_gc.core import Flow
 from lightning_gc.core.copies import Single
-from lightning_gc.transports.distributed import (
-    EXCHANGE,
-    Distributed,
-    broadcast_text,
-    gather_text,
-)
+from lightning_gc.transports import distributed
 from lightning_gc.transports.peer_error import awaiting_peers, naming_peers
 
 
@@ -148,7 +143,7 @@ class Peers:
         """Return the text of the process that decides, on all processes."""
         if not dist.is_initialized():
             return text or ""
-        return broadcast_text(text, self.device, self.group)
+        return distributed.broadcast_text(text, self.device, self.group)
 
     def _packed(self, rows: Iterable[Sequence[float]]) -> Tensor:
         return torch.tensor(list(rows), dtype=torch.float64, device=self.device).mean(0)
@@ -223,7 +218,7 @@ def on_all_ranks(
     act: Callable[[], str],
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    purpose: str = EXCHANGE,
+    purpose: str = distributed.EXCHANGE,
     raises: type[Exception] = ValueError,
     until: str = "start",
 ) -> dict[int, str]:
@@ -237,8 +232,8 @@ def on_all_ranks(
         raises: the exception.
         until: what the others have yet to do, for ``gather_text``.
     """
-    ranks = Distributed(group, purpose)
-    gather = partial(gather_text, transport=ranks, device=device, until=until)
+    ranks = distributed.Distributed(group, purpose)
+    gather = partial(distributed.gather_text, transport=ranks, device=device, until=until)
     return all_or_raise({ranks.worker: act}, ranks.workers, gather, raises)
 
 

@@ -21,16 +21,10 @@ from lightning_gc.exchange.validation import check_agreement, refuse_unknown_dev
 from lightning_gc.exchange.verification import Verify, verification
 from lightning_gc.exchange.workers import Shapes, Workers
 from lightning_gc.kernels import dispatch
+from lightning_gc.transports import distributed
 from lightning_gc.transports.accounting import Mark, Recording, mark
 from lightning_gc.transports.background import Background
 from lightning_gc.transports.base import Transport
-from lightning_gc.transports.distributed import (
-    EXCHANGE,
-    Distributed,
-    gather_text,
-    own_group,
-    set_timeout,
-)
 from lightning_gc.transports.island import ALONE, Island
 from lightning_gc.transports.peer_error import awaiting_peers
 
@@ -88,7 +82,7 @@ class Synchronizer(Single):
         revocable: bool = False,
         agreed: Mapping[str, str] | None = None,
         verify: Verify = 0,
-        purpose: str = EXCHANGE,
+        purpose: str = distributed.EXCHANGE,
         groups: Sequence[Sequence[int]] | None = None,
         island: Island = ALONE,
     ) -> None:
@@ -99,7 +93,7 @@ class Synchronizer(Single):
         members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         # Gloo's messages keep the timeout with which the group was made, and nothing is compiled.
         hurried = device.type == "cuda" and timeout is not None and timeout < JOINING
-        self._group = own_group(
+        self._group = distributed.own_group(
             groups or [members],
             JOINING if hurried else timeout,
             backend=dist.get_backend(process_group),
@@ -111,7 +105,7 @@ class Synchronizer(Single):
             leave(self._group, failed=True)
             raise
         if hurried and timeout is not None:
-            set_timeout(timeout, self._group)
+            distributed.set_timeout(timeout, self._group)
         # Verified messages are compared on the host, and an island hears them there.
         on_host = bool(verify) or island.size > 1
         waits = on_host or workers.configuration.waits(dist.get_world_size(self._group))
@@ -139,7 +133,7 @@ class Synchronizer(Single):
         workers = self.workers
         configuration = workers.configuration
         per_node = configuration.neighbours(dist.get_world_size(self._group))
-        transport = Distributed(self._group, purpose, per_node)
+        transport = distributed.Distributed(self._group, purpose, per_node)
         same = configuration.in_words() | {"verify": repr(verify)} | agreed
         same |= compile_kernels(configuration, device)
         # Before all else: sizes of what is sent later follow from these settings.
@@ -283,7 +277,7 @@ class Synchronizer(Single):
 
 def _acquainted(run: str, transport: Transport, device: torch.device) -> tuple[str, list[str]]:
     """Return worker 0's name of the run, and the machine of every worker."""
-    texts = gather_text(f"{run} {socket.gethostname()}", transport, device)
+    texts = distributed.gather_text(f"{run} {socket.gethostname()}", transport, device)
     runs, hosts = zip(*(text.split(" ", 1) for text in texts), strict=True)
     return runs[0], list(hosts)
 

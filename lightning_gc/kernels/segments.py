@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_gc.core.segments import PIECE, Pending, Segments, Workspace, columns_of
+from lightning_gc.core.segments import Pending, Segments, Workspace
 from lightning_gc.kernels.dispatch import compiled, family, fused
 
 Move = Literal["copy", "take", "add"]
@@ -138,32 +138,12 @@ def clean(flat: Tensor) -> None:
         flat.nan_to_num_(0.0, 0.0, 0.0)
 
 
-def table_of(places: Sequence[tuple[int, int, int, int]], device: torch.device) -> Tensor:
-    """Return a table of pieces, ``(4, m)`` on ``device``, for kernels of whole buckets.
-
-    Args:
-        places: of each parameter, its index among the bucket's that are not empty, its first
-            element and its end, and the place of the first element elsewhere.
-        device: of the bucket.
-
-    Returns:
-        Rows with a column for each piece: the parameter's index, the first element, the end, and
-        the first element's place elsewhere.
-    """
-    rows = [
-        (index, start, min(start + PIECE, end), place + start - begin)
-        for index, begin, end, place in places
-        for start in range(begin, end, PIECE)
-    ]
-    return columns_of(rows, 4, device)
-
-
 def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None:
     """Move the parameters of ``table`` out of ``buffer``, as ``core.segments.Pending`` says.
 
     Args:
         buffer: of the whole bucket, changed in place.
-        table: as ``table_of`` returns it.
+        table: as ``core.segments.pieces_of`` returns it.
         taken: their elements, one parameter after the other, float32; overwritten.
         pending: has the gradient to add, and idle parameters.
     """
@@ -182,7 +162,7 @@ def book(buffer: Tensor, mean: Tensor, times: int, table: Tensor, pending: Pendi
         buffer: of the whole bucket, changed in place.
         mean: a row of shards; numbers that are not finite may become 0.
         times: W.
-        table: as ``table_of`` returns it, for the places in the row.
+        table: as ``core.segments.pieces_of`` returns it, for the places in the row.
         pending: tells idle parameters; None: the engine has set their errors aside.
     """
     family("segments", buffer).book(buffer, mean, times, table, pending)

@@ -14,8 +14,13 @@ from lightning_gc.core.bit_packing import packed_bytes
 from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Fields, Packed, reserve_all
-from lightning_gc.core.segments import Pending
+from lightning_gc.core.segments import Pending, pieces_of
 from lightning_gc.kernels import segments
+
+Parts = Sequence[tuple[str, int, int, int]]
+"""Of each part the parameter's name, its index among the bucket's that are not empty, its first
+element and its end."""
+Payloads = Sequence[Payload]
 
 
 class Row(NamedTuple):
@@ -47,8 +52,7 @@ class Layout:
     """The parts of a bucket, or W shards of each, that share payloads of codes and numbers.
 
     Args:
-        parts: of each part, the parameter's name, its index among the bucket's that are not empty,
-            its first element and its end.
+        parts: of a bucket.
         bits: of a code.
         block_size: elements that share a number, or several.
         shards: W, or 1. A payload holds one shard of each part.
@@ -60,13 +64,7 @@ class Layout:
         numel: elements of a row of shards.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[str, int, int, int]],
-        bits: int,
-        block_size: int,
-        shards: int = 1,
-    ) -> None:
+    def __init__(self, parts: Parts, bits: int, block_size: int, shards: int = 1) -> None:
         self.shards, self.rows, self.names = shards, list[list[Row]](), list[str]()
         for shard in range(shards):
             self.codes = self.blocks = self.numel = 0
@@ -83,11 +81,11 @@ class Layout:
 
     @functools.cached_property
     def pieces(self) -> Callable[[int, torch.device], Tensor]:
-        """Return the pieces of a shard on a device, as ``segments.table_of`` does; from a cache."""
+        """Return the pieces of a shard on a device, as ``pieces_of`` does; from a cache."""
 
         def made(shard: int, device: torch.device) -> Tensor:
             places = [(row.place, row.start, row.stop, row.row) for row in self.rows[shard]]
-            return segments.table_of(places, device)
+            return pieces_of(places, device)
 
         return functools.cache(made)
 
@@ -141,11 +139,7 @@ class ShardTable(abc.ABC):
 
     @abc.abstractmethod
     def average(
-        self,
-        payloads: Sequence[Payload],
-        out: Tensor,
-        pending: Pending | None,
-        mine: int | None = None,
+        self, payloads: Payloads, out: Tensor, pending: Pending | None, mine: int | None = None
     ) -> bool:
         """Write the mean of all workers' payloads, or all shards' payloads, to ``out``.
 
@@ -177,7 +171,7 @@ class ShardTable(abc.ABC):
         self._encode(packed, buffer, bucket, None)
         return [payload.first(len(self.fields)) for payload in packed]
 
-    def again(self, payloads: Sequence[Payload], buffer: Tensor, bucket: Bucket) -> Packed:
+    def again(self, payloads: Payloads, buffer: Tensor, bucket: Bucket) -> Packed:
         """Return the payload of the mean of this worker's shard, and book what it loses.
 
         Args:
@@ -215,7 +209,7 @@ class LevelTable(ShardTable):
 
     def __init__(
         self,
-        parts: Sequence[tuple[str, int, int, int]],
+        parts: Parts,
         bits: int,
         block_size: int,
         nearest: bool,

@@ -14,7 +14,7 @@ So no sum exceeds the largest magnitude, and a mean of large numbers is finite.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_gc.core.segments import PIECE
+from lightning_gc.core.bit_packing import pack
+from lightning_gc.core.bucket import Bucket
+from lightning_gc.core.segments import PIECE, Pending
 from lightning_gc.kernels import permutation
-from lightning_gc.kernels.shards import Layout, ShardTable
+from lightning_gc.kernels.shards import Layout, Parts, ShardTable
 
 Levels = Literal["magnitude", "means", "votes"]
 """Numbers sent with a tensor's signs: see ``SignTable``."""
@@ -86,16 +88,54 @@ class SignTable(ShardTable):
         device: of the bucket.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[str, int, int, int]],
-        levels: Levels,
-        device: torch.device,
-        shards: int = 1,
-    ) -> None:
+    def __init__(self, parts: Parts, levels: Levels, device: torch.device, shards: int = 1) -> None:
         layout = Layout(parts, 1, sys.maxsize, shards)  # a block is a whole part
         super().__init__(layout, layout.blocks * (2 if levels == "means" else 1))
         self.levels, self.device = levels, device
+
+
+def attempt(
+    table: type[SignTable], numbers: Tensor, pending: Callable[[], Pending] | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield results of a table of kernels for ``numbers``, and beside each the result of torch.
+
+    With ``pending`` there are two parameters, of which the second one is idle.
+    """
+    names = "a" if pending is None else "ab"
+    size = numbers.numel() // len(names)
+    parts = [(name, i, size * i, size * (i + 1)) for i, name in enumerate(names)]
+    first, x = pending and pending(), numbers
+    if first is not None and first.grad is not None:
+        x = first.decay * numbers + first.grad
+    used, rest, places = x[:size], torch.zeros_like(x[size:]), torch.arange(size, device=x.device)
+    negative, zeros = used < 0, used == 0
+    magnitude, fewer = by_torch(used.abs(), share_of(size)), int(negative.sum())
+    one, below = torch.ones_like(magnitude), by_torch(used.where(negative, 0.0), share_of(fewer))
+    sent: dict[Levels, tuple[Tensor, Tensor]] = {
+        "magnitude": (-magnitude, magnitude),
+        "means": (below, by_torch(used.where(~negative, 0.0), share_of(size - fewer))),
+        "votes": (-one, one),
+    }
+    for levels, (low, high) in sent.items():
+        given, left, out = pending and pending(), numbers.clone(), numbers.clone()
+        bucket = Bucket(numbers, dict.fromkeys(names, (size,)), pending=given)
+        made = table(parts, levels, numbers.device)
+        ((signs, means),) = made.encode(left, bucket)
+        tossed = [coins(bucket.key(name), 0, places) for name in names]
+        positive, idle = ~negative, torch.ones_like(negative)
+        if levels == "votes":
+            positive, idle = torch.where(zeros, tossed[0], positive), tossed[-1]
+        masks = [positive, idle][: len(names)]
+        yield signs, torch.cat([pack(mask.to(torch.uint8), 1) for mask in masks])
+        own = [low, high][levels != "means" :]
+        yield means, torch.stack([*own, *torch.zeros_like(means[len(own) :])])
+        value = torch.cat([torch.where(positive, high, low), rest])
+        yield left, x - value
+        made.average([(signs, means)] * 3, out, given)
+        third = torch.zeros_like(value)
+        for _ in range(3):
+            third.add_(value, alpha=1 / 3)
+        yield out, value if levels == "votes" else third
 
 
 def least_of(workers: int) -> float:

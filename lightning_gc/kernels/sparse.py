@@ -82,23 +82,23 @@ class Selection:
         return np.array([chunk for row in self.rows for chunk in chunks(row)], np.int64)
 
     @functools.cached_property
-    def on(self) -> Callable[[torch.device], tuple[Tensor, Tensor, Tensor]]:
+    def on(self) -> Callable[[torch.device], tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Return what kernels on a device read, from a cache.
 
-        Index of the row, first element and end of each piece, ``(3, m)``; the columns of the rows,
-        the first piece of each and the number sent before it, ``(10, n)``; and ``most``, ``(1,)``.
-        All are int32.
+        Pieces of the rows; the rows, each with its first piece and the number sent before it,
+        ``(n, 10)``; their numbers, ``(n,)``; and ``most``, ``(1,)``. All are int32.
         """
 
-        def made(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-            spans = [slice(row.start, row.stop) for row in self.rows]
-            pieces = pieces_of(spans, device, PIECE)
+        def made(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            places = [(i, row.start, row.stop, row.start) for i, row in enumerate(self.rows)]
+            pieces = pieces_of(places, device, PIECE)
             counts = [-(-(row.stop - row.start) // PIECE) for row in self.rows]
             first = itertools.accumulate(counts[:-1], initial=0)
-            before = itertools.accumulate((row.number for row in self.rows[:-1]), initial=0)
-            columns = [*zip(*self.rows, strict=True), tuple(first), tuple(before)]
-            table = torch.tensor(columns, dtype=torch.int32, device=device)
-            return pieces, table, torch.tensor([self.most], dtype=torch.int32, device=device)
+            numbers = [row.number for row in self.rows]
+            before = itertools.accumulate(numbers[:-1], initial=0)
+            rows = [(*row, *more) for row, *more in zip(self.rows, first, before, strict=True)]
+            as_int32 = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+            return pieces, as_int32(rows), as_int32(numbers), as_int32([self.most])
 
         return functools.cache(made)
 
@@ -106,7 +106,7 @@ class Selection:
     def tiles(self) -> Callable[[torch.device], tuple[Tensor, int, int]]:
         """Return tiles of chunks on a device, from a cache: what a program takes at once.
 
-        Index of the row and first chunk of each tile, ``(2, m)`` int32; chunks of a tile, and the
+        Index of the row and first chunk of each tile, ``(m, 2)`` int32; chunks of a tile, and the
         elements for which a chunk has room, both powers of two.
         """
 
@@ -119,7 +119,7 @@ class Selection:
                 for chunk in range(0, -(-(row.stop - row.start) // row.apart), together)
             ]
             table = torch.tensor(found, dtype=torch.int32, device=device)
-            return table.t().contiguous(), together, width
+            return table, together, width
 
         return functools.cache(made)
 

@@ -12,6 +12,8 @@ from lightning_gc.schemes.all_gather import AllGather
 from lightning_gc.schemes.base import Scheme
 from lightning_gc.schemes.two_shot import TwoShot
 
+_FEW, _MORE = AllGather(), TwoShot()
+
 
 @dataclass(frozen=True)
 class AllGatherOrTwoShot(Scheme):
@@ -42,4 +44,4 @@ class AllGatherOrTwoShot(Scheme):
         yield from self._chosen(bucket.workers).flow(codec, bucket, buffer, out)
 
     def _chosen(self, workers: int) -> Scheme:
-        return AllGather() if workers <= 2 else TwoShot()
+        return _FEW if workers <= 2 else _MORE

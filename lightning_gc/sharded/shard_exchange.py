@@ -22,14 +22,7 @@ from lightning_gc.exchange.validation import check_agreement
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import Shapes, local_part, reshard
 from lightning_gc.kernels.dispatch import used_here
-from lightning_gc.sharded.fsdp_units import (
-    Piece,
-    Unit,
-    after_backward,
-    gradient_of,
-    refuse_interrupted,
-    units_of,
-)
+from lightning_gc.sharded import fsdp_units
 from lightning_gc.sharded.shard_validation import Way, refuse_model, refuse_pass
 from lightning_gc.sharded.sharded_workers import ShardedWorkers, block_of
 from lightning_gc.transports.distributed import Distributed, gather_text, own_group
@@ -97,7 +90,7 @@ class ShardExchange:
         )
         take_over_shards(model, between, tensors)
         self.buckets = ShardBuckets(
-            units_of(model),
+            fsdp_units.units_of(model),
             workers.names,
             bucket_cap_mb * MEGABYTE,
             self.synchronizer.submit,
@@ -130,7 +123,7 @@ def share_copies(model: nn.Module, tensors: dist.ProcessGroup | None) -> None:
     """Let tensor-parallel ranks begin with equal copies of what they have in common."""
     if tensors is not None:
         reshard(model)
-        units, size = units_of(model), tensors.size()
+        units, size = fsdp_units.units_of(model), tensors.size()
         every = [(param, unit.mesh.ndim) for unit in units for param in unit.params]
         shared = [p for p, dims in every if block_of(p, dims, size).copies == size]
         broadcast_all(map(local_part, shared), tensors)
@@ -188,11 +181,11 @@ Submit = Callable[[Tensor, Shapes], torch.futures.Future[Tensor]]
 class _UnitBucket:
     """Units that are exchanged together; ``flat`` is their gradient in the current pass."""
 
-    units: Sequence[Unit]
+    units: Sequence[fsdp_units.Unit]
     names: Mapping[Tensor, str]  # parameter -> name
     dtype: torch.dtype
     flat: Tensor | None = None
-    calls: dict[Unit, int] = field(default_factory=dict)  # of their hooks, in this pass
+    calls: dict[fsdp_units.Unit, int] = field(default_factory=dict)  # of their hooks, in this pass
     known: bool = False  # a pass has shown how often its units call
     repeats: bool = False  # one of them has called more than once in a pass
     mean: torch.futures.Future[Tensor] | None = None
@@ -212,7 +205,7 @@ class _UnitBucket:
         """Whether no more hooks are to be expected in this pass."""
         return self.known and not self.repeats and len(self.calls) == len(self.units)
 
-    def place(self, piece: Piece) -> slice:
+    def place(self, piece: fsdp_units.Piece) -> slice:
         start = self.spans[piece.param]
         return slice(start, start + piece.numel)
 
@@ -243,7 +236,7 @@ class ShardBuckets:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[fsdp_units.Unit],
         names: Mapping[Tensor, str],
         capacity: float,
         submit: Submit,
@@ -282,21 +275,21 @@ class ShardBuckets:
 
         Its gradients would be zeros from then on, as nothing would add the means.
         """
-        refuse_interrupted(self._running)
+        fsdp_units.refuse_interrupted(self._running)
 
     def close(self) -> None:
         """Listen to no unit any more."""
         for unit in self._home:
             unit.forget()
 
-    def _take(self, unit: Unit, reduced: Tensor) -> None:
+    def _take(self, unit: fsdp_units.Unit, reduced: Tensor) -> None:
         """Take a unit's reduced gradient out of ``reduced``: the hook.
 
         On CUDA ``reduced`` belongs to the stream of the reduce-scatter, and this is another one.
         """
         if not self._running:
             self._running = True
-            after_backward(self._finish)
+            fsdp_units.after_backward(self._finish)
         bucket, pieces = self._home[unit], unit.pieces()
         if unit.keeps_from_replicas:
             raise RuntimeError(
@@ -324,12 +317,12 @@ class ShardBuckets:
         if not self.blocked:
             self._send(lambda each: each.complete)
 
-    def _collect(self, bucket: _UnitBucket, pieces: Sequence[Piece]) -> None:
+    def _collect(self, bucket: _UnitBucket, pieces: Sequence[fsdp_units.Piece]) -> None:
         """Move into the bucket what passes have added up, if ``zero_grad`` has left it."""
         assert bucket.flat is not None
         for piece in pieces:
             if self._added_up and piece.param.grad is not None:
-                added_up = gradient_of(piece.param)
+                added_up = fsdp_units.gradient_of(piece.param)
                 used_here(added_up)
                 bucket.flat[bucket.place(piece)].add_(added_up.reshape(-1))
                 added_up.zero_()
@@ -388,16 +381,16 @@ class ShardBuckets:
         for piece in bucket.pieces:
             if piece.param.requires_grad:
                 mean = bucket.flat[bucket.place(piece)].view(piece.shape)
-                gradient_of(piece.param).add_(mean)
+                fsdp_units.gradient_of(piece.param).add_(mean)
         bucket.flat = bucket.mean = None
         bucket.calls.clear()
 
 
 def _joined(
-    units: Sequence[Unit], names: Mapping[Tensor, str], capacity: float
+    units: Sequence[fsdp_units.Unit], names: Mapping[Tensor, str], capacity: float
 ) -> Iterator[_UnitBucket]:
     """Yield buckets of consecutive units of one dtype, each closed when it reaches ``capacity``."""
-    held: list[Unit] = []
+    held: list[fsdp_units.Unit] = []
     size = 0
     for unit in units:
         if held and (size >= capacity or held[-1].dtype != unit.dtype):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -43,130 +42,75 @@ _ISLAND = (
 _DIVISOR = "set_gradient_divide_factor or set_force_sum_reduction_for_comms"
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A property of an FSDP2 unit that some ways refuse.
-
-    Attributes:
-        broken: whether a unit has it, given the ranks over which every unit must be sharded.
-        sentence: what follows "has {unit's name}", by way; ways that are not named accept it.
-    """
-
-    broken: Callable[[Unit, list[int]], bool]
-    sentence: Mapping[Way, str]
-
-
 def _hooks(unit: Unit) -> bool:
     name = "_post_accumulate_grad_hooks"
     return any(param.requires_grad and getattr(param, name, None) for param in unit.params)
 
 
-RULES = (
-    Rule(
-        lambda unit, ranks: unit.replicates,
-        {
-            "HSDP": f"on a mesh of two dimensions, on which FSDP2 averages over replicas itself, "
-            f"uncompressed; {_CALL}",
-            "FSDP": f"on a mesh of two dimensions, on which FSDP2 also averages over replicas, "
-            f"uncompressed; use CompressedHSDPStrategy, or {_CALL}",
-            "islands": f"on a mesh of two dimensions, on which FSDP2 averages gradients over "
-            f"replicas in every step; {_ISLAND}",
-        },
-    ),
-    Rule(
-        lambda unit, ranks: unit.ranks != ranks,
-        {
-            "HSDP": "sharded over the ranks {unit.ranks}, but its node has {ranks}: replicas would "
-            f"average different parameters; {_CALL}",
-            "attach": "sharded over the ranks {unit.ranks}, but its node has {ranks}: replicas "
-            f"would average different parameters; {_MESH}",
-            "FSDP": "sharded over the ranks {unit.ranks}, but the strategy shards over {ranks}; "
-            f"{_CALL}",
-            "islands": "sharded over the ranks {unit.ranks}, but its island has {ranks}, and rank "
-            f"s of each island has shard s; {_ISLAND}",
-        },
-    ),
-    Rule(
-        lambda unit, ranks: unit.hooked,
-        dict.fromkeys(
-            ("HSDP", "attach"),
-            "with set_all_reduce_hook, but the exchange between replicas is its only hook; leave "
-            "it out",
+RULES: Mapping[tuple[Way, ...], Mapping[str, Callable[[Unit, list[int]], object]]] = {
+    ("HSDP",): {
+        "on a mesh of two dimensions, on which FSDP2 averages over replicas itself, uncompressed; "
+        f"{_CALL}": lambda unit, ranks: unit.replicates,
+        "sharded over the ranks {unit.ranks}, but its node has {ranks}: replicas would average "
+        f"different parameters; {_CALL}": lambda unit, ranks: unit.ranks != ranks,
+    },
+    ("attach",): {
+        "sharded over the ranks {unit.ranks}, but its node has {ranks}: replicas would average "
+        f"different parameters; {_MESH}": lambda unit, ranks: unit.ranks != ranks,
+    },
+    ("FSDP",): {
+        "on a mesh of two dimensions, on which FSDP2 also averages over replicas, uncompressed; "
+        f"use CompressedHSDPStrategy, or {_CALL}": lambda unit, ranks: unit.replicates,
+        "sharded over the ranks {unit.ranks}, but the strategy shards over {ranks}; "
+        f"{_CALL}": lambda unit, ranks: unit.ranks != ranks,
+        "with its own reduce-scatter, as by set_custom_reduce_scatter, but only one can replace "
+        "FSDP2's; leave it out": lambda unit, ranks: unit.scattered,
+        "with several groups of parameters, as by a shard_placement_fn that names meshes, but "
+        "FSDP2 then takes no reduce-scatter; "
+        "shard on one mesh": lambda unit, ranks: unit.shares_its_module,
+    },
+    ("gathers",): {
+        "with its own all-gather, as by set_custom_all_gather, but only one can replace FSDP2's; "
+        "leave it out, or leave weights out": lambda unit, ranks: unit.gathered,
+        "with parameters that have fsdp_pre_all_gather, as torchao's float8 has, so they are "
+        "compressed already; leave weights out": lambda unit, ranks: unit.gathers_itself,
+        "with parameters of several dtypes, {unit.gathered_dtypes}, which FSDP2 gathers as bytes; "
+        "call fully_shard for the parts of each dtype, "
+        "or leave weights out": lambda unit, ranks: len(unit.gathered_dtypes) > 1,
+    },
+    ("islands",): {
+        "on a mesh of two dimensions, on which FSDP2 averages gradients over replicas in every "
+        f"step; {_ISLAND}": lambda unit, ranks: unit.replicates,
+        "sharded over the ranks {unit.ranks}, but its island has {ranks}, and rank s of each "
+        f"island has shard s; {_ISLAND}": lambda unit, ranks: unit.ranks != ranks,
+        "with a CPUOffloadPolicy, which has never been tried with local steps; "
+        "use OffloadPolicy()": lambda unit, ranks: unit.offloads,
+    },
+    ("HSDP", "attach"): {
+        "with set_all_reduce_hook, but the exchange between replicas is its only hook; "
+        "leave it out": lambda unit, ranks: unit.hooked,
+        "with a CPUOffloadPolicy, but gradients must stay on the device until they are exchanged; "
+        "use OffloadPolicy()": lambda unit, ranks: unit.offloads,
+        "with register_post_accumulate_grad_hook, but that hook would see gradients before they "
+        "are exchanged; step the optimizer after the backward pass": lambda unit, ranks: _hooks(
+            unit
         ),
-    ),
-    Rule(
-        lambda unit, ranks: unit.offloads,
-        {
-            **dict.fromkeys(
-                ("HSDP", "attach"),
-                "with a CPUOffloadPolicy, but gradients must stay on the device until they are "
-                "exchanged; use OffloadPolicy()",
-            ),
-            "islands": "with a CPUOffloadPolicy, which has never been tried with local steps; use "
-            "OffloadPolicy()",
-        },
-    ),
-    Rule(
-        lambda unit, ranks: unit.scattered,
-        {
-            "FSDP": "with its own reduce-scatter, as by set_custom_reduce_scatter, but only one "
-            "can replace FSDP2's; leave it out"
-        },
-    ),
-    Rule(
-        lambda unit, ranks: unit.gathered,
-        {
-            "gathers": "with its own all-gather, as by set_custom_all_gather, but only one can "
-            "replace FSDP2's; leave it out, or leave weights out"
-        },
-    ),
-    Rule(
-        lambda unit, ranks: unit.gathers_itself,
-        {
-            "gathers": "with parameters that have fsdp_pre_all_gather, as torchao's float8 has, so "
-            "they are compressed already; leave weights out"
-        },
-    ),
-    Rule(
-        lambda unit, ranks: len(unit.gathered_dtypes) > 1,
-        {
-            "gathers": "with parameters of several dtypes, {unit.gathered_dtypes}, which FSDP2 "
-            "gathers as bytes; call fully_shard for the parts of each dtype, or leave weights out"
-        },
-    ),
-    Rule(
-        lambda unit, ranks: unit.shares_its_module,
-        {
-            "FSDP": "with several groups of parameters, as by a shard_placement_fn that names "
-            "meshes, but FSDP2 then takes no reduce-scatter; shard on one mesh"
-        },
-    ),
-    Rule(
-        lambda unit, ranks: unit.divides_itself,
-        dict.fromkeys(
-            ("HSDP", "attach", "FSDP"),
-            f"with {_DIVISOR}, but then the exchanged gradient is not a mean, and errors have "
-            f"other units than gradients; leave both at their defaults",
+    },
+    ("HSDP", "attach", "FSDP"): {
+        f"with {_DIVISOR}, but then the exchanged gradient is not a mean, and errors have other "
+        "units than gradients; "
+        "leave both at their defaults": lambda unit, ranks: unit.divides_itself,
+        "whose gradients are reduced in {unit.dtype}, but FSDP2 divides that partly after the "
+        "exchange, so the exchanged gradient is not a mean; use "
+        "MixedPrecisionPolicy(reduce_dtype=torch.float32), or precision='bf16-mixed'": (
+            lambda unit, ranks: unit.dtype not in (torch.float32, torch.bfloat16)
         ),
-    ),
-    Rule(
-        lambda unit, ranks: unit.dtype not in (torch.float32, torch.bfloat16),
-        dict.fromkeys(
-            ("HSDP", "attach", "FSDP"),
-            "whose gradients are reduced in {unit.dtype}, but FSDP2 divides that partly after the "
-            "exchange, so the exchanged gradient is not a mean; use "
-            "MixedPrecisionPolicy(reduce_dtype=torch.float32), or precision='bf16-mixed'",
-        ),
-    ),
-    Rule(
-        lambda unit, ranks: _hooks(unit),
-        dict.fromkeys(
-            ("HSDP", "attach"),
-            "with register_post_accumulate_grad_hook, but that hook would see gradients before "
-            "they are exchanged; step the optimizer after the backward pass",
-        ),
-    ),
-)
+    },
+}
+"""Ways -> what follows "has {unit's name}" -> whether a unit is so.
+
+A rule is given the ranks over which every unit must be sharded. Other ways accept what it refuses.
+"""
 
 
 def refuse_model(
@@ -189,12 +133,12 @@ def refuse_model(
     units, call = units_of(model), _ISLAND if way == "islands" else _CALL
     if not units:
         raise ValueError(f"has a model without FSDP2; {call}.")
+    mine = [rules for ways, rules in RULES.items() if not {way, *more}.isdisjoint(ways)]
     for unit in units:
-        for rule in RULES:
-            said = next((rule.sentence[each] for each in (way, *more) if each in rule.sentence), "")
-            if said and rule.broken(unit, list(ranks)):
-                sentence = said.format(unit=unit, ranks=list(ranks))
-                raise ValueError(f"has {unit.name} {sentence}.")
+        for sentence, is_broken in (row for rules in mine for row in rules.items()):
+            if is_broken(unit, list(ranks)):
+                said = sentence.format(unit=unit, ranks=list(ranks))
+                raise ValueError(f"has {unit.name} {said}.")
     sharded = {param for unit in units for param in unit.params}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     outside = [name for name, param in trained.items() if param not in sharded]

@@ -23,12 +23,7 @@ from lightning_gc.core.flow import undisturbed
 from lightning_gc.kernels import dispatch
 from lightning_gc.schemes import Scheme
 from lightning_gc.schemes.base import book, toward
-from lightning_gc.sharded.fsdp_units import (
-    Unit,
-    UnitNumbers,
-    after_backward,
-    refuse_interrupted,
-)
+from lightning_gc.sharded import fsdp_units
 from lightning_gc.sharded.shard_validation import refuse_pass
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, stacked
 from lightning_gc.transports.accounting import Recording
@@ -214,12 +209,12 @@ class UnitScatters:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[fsdp_units.Unit],
         workers: FSDPWorkers,
         transport: Distributed,
         recording: Recording,
         before_round: Callable[[], None],
-        numbers: UnitNumbers,
+        numbers: fsdp_units.UnitNumbers,
     ) -> None:
         self._workers, self._before_round = workers, before_round
         self._numbers = numbers
@@ -238,7 +233,7 @@ class UnitScatters:
         """Replace this rank's shards in ``grad`` by their means over all ranks."""
         if self._pass is None:
             self._pass = []
-            after_backward(self._finish)
+            fsdp_units.after_backward(self._finish)
             self._before_round()
         self._pass.append(tuple(shapes))
         # FSDP2's, which may be another one than the mesh's: `set_separate_reduce_scatter_group`.
@@ -259,7 +254,7 @@ class UnitScatters:
 
         Its round would never end, and all further steps would draw the same random numbers.
         """
-        refuse_interrupted(self._pass is not None)
+        fsdp_units.refuse_interrupted(self._pass is not None)
 
     def close(self) -> None:
         """Let FSDP2 do its own reduce-scatters again."""
@@ -295,7 +290,7 @@ class UnitScatter:
 
     def __init__(
         self,
-        unit: Unit,
+        unit: fsdp_units.Unit,
         names: Mapping[Tensor, str],
         exchange: Callable[[Tensor, Mapping[str, tuple[int, ...]], Any], None],
     ) -> None:

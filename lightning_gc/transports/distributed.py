@@ -23,18 +23,7 @@ from lightning_gc.core.message import (
     lie_together,
     lies_in,
 )
-from lightning_gc.transports.base import (
-    LENGTH_BYTES,
-    Transport,
-    all_gather_bytes,
-    all_reduce_bytes,
-    by_leg,
-    check_lengths,
-    laid_out,
-    lengths_of,
-    reduce_scatter_bytes,
-    uneven_gather_bytes,
-)
+from lightning_gc.transports import base
 from lightning_gc.transports.p2p import PIECE, ring, swap, swap_of_unknown_lengths
 from lightning_gc.transports.peer_error import (
     MessageError,
@@ -70,7 +59,7 @@ def _parts(tensors: Sequence[Tensor], members: Sequence[int]) -> list[list[int]]
     return large + ([small] if small else [])
 
 
-class Distributed(Transport):
+class Distributed(base.Transport):
     """Fulfils requests over a process group of NCCL or Gloo, one contiguous message each.
 
     Calls block the calling thread (on CUDA: the current stream), for the group's timeout at most.
@@ -145,7 +134,7 @@ class Distributed(Transport):
     def _mean(self, request: Mean) -> Reply:
         tensors = [t.contiguous() for t in request.tensors]
         means = list(tensors)
-        for dtype in dict.fromkeys(t.dtype for t in tensors):
+        for dtype in dict.fromkeys([t.dtype for t in tensors]):
             members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
             started = []
             for part in _parts(tensors, members):
@@ -153,8 +142,9 @@ class Distributed(Transport):
                 flat = joined(views)
                 # Divided before the sum, as DDP does: half precision must not overflow.
                 flat.mul_(1 / self.workers)
-                started.append(self._all_reduce(flat, at_once=len(part) < len(members)))
-                self.sent_bytes += all_reduce_bytes(flat.nbytes, self.workers)
+                at_once = len(part) < len(members)
+                started.append(dist.all_reduce(flat, group=self.group, async_op=at_once))
+                self.sent_bytes += base.all_reduce_bytes(flat.nbytes, self.workers)
                 if flat.data_ptr() != views[0].data_ptr():
                     pieces = flat.split([v.numel() for v in views])
                     for i, piece in zip(part, pieces, strict=True):
@@ -164,30 +154,24 @@ class Distributed(Transport):
                     work.wait()
         return means
 
-    def _all_reduce(self, flat: Tensor, *, at_once: bool) -> Any:
-        """Sum over workers, in place; with ``at_once`` return what is to be waited for."""
-        if at_once:
-            return dist.all_reduce(flat, group=self.group, async_op=True)
-        dist.all_reduce(flat, group=self.group)
-        return None
-
     def _mean_shard(self, request: MeanShard) -> Reply:
         # FSDP2's own call: its layout, dtype and operation decide the order of the backend's sums.
         rows = request.as_exchange(self.workers).payloads
         given = torch.cat([shard for row in rows for shard in row])
         mean = given.new_empty(given.numel() // self.workers)
         _reduce_scatter(mean, given, op=dist.ReduceOp.AVG, group=self.group)
-        self.sent_bytes += reduce_scatter_bytes(given.nbytes, self.workers)
+        self.sent_bytes += base.reduce_scatter_bytes(given.nbytes, self.workers)
         return list(mean.split([shard.numel() for shard in rows[0]]))
 
     def _gather(self, request: Gather) -> Reply:
         if request.into is not None:
             (message,) = request.into.again
             _all_gather(request.into.memory, message, group=self.group)
-            self.sent_bytes += all_gather_bytes(message.numel(), self.workers)
+            self.sent_bytes += base.all_gather_bytes(message.numel(), self.workers)
             return request.into
         own, limits = request.tensors, request.limits
-        layouts = [Message.of(own)] * self.workers
+        mine = base.laid_out(own, limits)
+        layouts = [mine] * self.workers
         if limits is not None and request.lengths is not None:
             layouts = self._checked(request.lengths, own, limits)
         elif limits is not None:
@@ -197,7 +181,7 @@ class Distributed(Transport):
             _all_gather(table, ours, group=self.group)
             layouts = self._announced(table.view(self.workers, -1), own, limits)
         sizes = [layout.nbytes for layout in layouts]
-        message, nbytes = laid_out(own, limits).pack(own), sizes[self.worker]
+        message, nbytes = mine.pack(own), sizes[self.worker]
         if message.numel() != nbytes:  # what it has announced was damaged, and others expect that
             message = torch.nn.functional.pad(message, (0, nbytes - message.numel()))
         gathered = message.new_empty(sum(sizes))
@@ -209,7 +193,7 @@ class Distributed(Transport):
             self._broadcast_each(rows, message)
         elif nbytes:
             _all_gather(gathered, message, group=self.group)
-        self.sent_bytes += uneven_gather_bytes(sizes, self.worker)
+        self.sent_bytes += base.uneven_gather_bytes(sizes, self.worker)
         reply = _unpacked(layouts, rows)
         if isinstance(own, Packed) and message is own.message and message.device.type != "cpu":
             return Arrived.of(reply, gathered, message)
@@ -237,13 +221,13 @@ class Distributed(Transport):
             self.node_bytes += within
             return request.into
         own, limits = request.payloads[self.worker], request.limits
-        outgoing = [laid_out(payload, limits) for payload in request.payloads]
+        outgoing = [base.laid_out(payload, limits) for payload in request.payloads]
         messages = [m.pack(p) for m, p in zip(outgoing, request.payloads, strict=True)]
-        away, within = by_leg([m.nbytes for m in outgoing], self.worker, self.per_node)
+        away, within = base.by_leg([m.nbytes for m in outgoing], self.worker, self.per_node)
         self.sent_bytes += away
         self.node_bytes += within
         if limits is None:
-            layouts = [Message.of(own)] * self.workers
+            layouts = [outgoing[self.worker]] * self.workers
         elif own[0].device.type == "cpu":
             return self._exchange_ragged(request.payloads, messages, limits)
         else:
@@ -271,11 +255,11 @@ class Distributed(Transport):
         """Send each message after its own lengths, on the host."""
         own = payloads[self.worker]
         layouts: dict[int, Message] = {}
-        head = LENGTH_BYTES * len(own)
+        head = base.LENGTH_BYTES * len(own)
 
         def measure(sender: int, first: Tensor) -> int:
             announced = _lengths_in(first[:head].view(torch.int64).tolist(), sender)
-            check_lengths(announced, own, limits, sender)
+            base.check_lengths(announced, own, limits, sender)
             layouts[sender] = Message.of(own, announced)
             return head + layouts[sender].nbytes
 
@@ -283,7 +267,7 @@ class Distributed(Transport):
         framed = [torch.cat(parts) for parts in zip(headers, messages, strict=True)]
         rows = swap_of_unknown_lengths(framed, measure, self.group)
         measure(self.worker, rows[self.worker])
-        self.sent_bytes += all_gather_bytes(head, self.workers)
+        self.sent_bytes += base.all_gather_bytes(head, self.workers)
         in_order = [layouts[sender] for sender in range(self.workers)]
         return _unpacked(in_order, [row[head:] for row in rows])
 
@@ -291,7 +275,7 @@ class Distributed(Transport):
         """Return the layouts of messages with the lengths in the rows of ``table``."""
         lengths = [_lengths_in(row, sender) for sender, row in enumerate(table.tolist())]
         layouts = self._checked(lengths, own, limits)
-        self.sent_bytes += all_gather_bytes(LENGTH_BYTES * len(own), self.workers)
+        self.sent_bytes += base.all_gather_bytes(base.LENGTH_BYTES * len(own), self.workers)
         return layouts
 
     def _checked(
@@ -299,7 +283,7 @@ class Distributed(Transport):
     ) -> list[Message]:
         """Return the layouts of messages with these lengths, after checking them."""
         for sender, arriving in enumerate(lengths):
-            check_lengths(arriving, own, limits, sender)
+            base.check_lengths(arriving, own, limits, sender)
         return [Message.of(own, arriving) for arriving in lengths]
 
 
@@ -312,7 +296,7 @@ def _announcement(payload: Payload) -> list[int]:
 
     A worker of another format expects messages of another size. It must not begin to receive one.
     """
-    return [length + (FORMAT << _FORMAT_AT) for length in lengths_of(payload)]
+    return [length + (FORMAT << _FORMAT_AT) for length in base.lengths_of(payload)]
 
 
 def _lengths_in(announced: Sequence[int], sender: int) -> list[int]:
@@ -376,7 +360,7 @@ def own_group(
 
 
 def gather_text(
-    text: str, transport: Transport, device: torch.device, until: str = "start"
+    text: str, transport: base.Transport, device: torch.device, until: str = "start"
 ) -> list[str]:
     """Return every worker's text, in worker order, without pickle.
 

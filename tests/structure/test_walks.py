@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_gc
-from lightning_gc import SimulatedDDPStrategy, TopK, attach
+from lightning_gc import QSGD, Identity, SimulatedDDPStrategy, TopK, attach
+from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import ControlLoop
 from lightning_gc.controllers import Accordion
 from lightning_gc.kernels import dispatch
@@ -80,21 +81,28 @@ def walk() -> Iterator[Walk]:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "files", "calls"),
+    ("compressor", "kernels", "files", "calls"),
     [
-        pytest.param(True, 24, 283, id="compiled"),
-        pytest.param(False, 26, 346, id="torch's operations"),
+        pytest.param(TopK(0.01), True, 24, 241, id="compiled"),
+        pytest.param(TopK(0.01), False, 26, 304, id="torch's operations"),
+        pytest.param(QSGD(4), True, 25, 271, id="quantised"),
+        pytest.param(Identity(), True, 16, 87, id="uncompressed"),
     ],
 )
 def test_a_gradient_enters_few_files(
-    walk: Walk, monkeypatch: pytest.MonkeyPatch, kernels: bool, files: int, calls: int
+    walk: Walk,
+    monkeypatch: pytest.MonkeyPatch,
+    compressor: Compressor,
+    kernels: bool,
+    files: int,
+    calls: int,
 ) -> None:
     """Hook and engine, in the fourth backward pass.
 
     Torch's operations take the place of kernels that are not compiled yet. They choose and code
     parameter by parameter, so they enter two files more.
     """
-    families = ("segments", "sparse")
+    families = ("segments", "sparse", "levels")
     if kernels:
         assert all(dispatch.compiled(torch.ones(1), family) for family in families)
     else:
@@ -102,7 +110,7 @@ def test_a_gradient_enters_few_files(
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     with unwarned():
-        attach(ddp, TopK(0.01))
+        attach(ddp, compressor)
     for _ in range(3):
         ddp(torch.randn(8, 64)).square().mean().backward()
     loss = ddp(torch.randn(8, 64)).square().mean()

@@ -33,7 +33,7 @@ from lightning_gc.core import Bucket, Exchange, Flow, Gather, Mean, together
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.flow import is_gathered, resume
 from lightning_gc.core.message import Packed
-from lightning_gc.core.segments import Pending
+from lightning_gc.core.segments import Pending, pieces_of
 from lightning_gc.kernels import segments
 
 
@@ -243,8 +243,9 @@ class Uncompressed:
             taken = buffer.new_empty(self.numel)
             segments.take(buffer, self._table(buffer.device), taken, pending)
             return taken
-        taken = torch.cat(self._views(buffer))
-        torch._foreach_zero_(self._views(buffer))
+        views = self._views(buffer)
+        taken = torch.cat(views)
+        torch._foreach_zero_(views)
         return taken
 
     def put(self, taken: Sequence[Tensor], out: Tensor, pending: Pending | None) -> None:
@@ -282,7 +283,7 @@ class Uncompressed:
         ends = itertools.accumulate((part.numel for part in self.parts), initial=0)
         parts = zip(self.parts, ends, strict=False)  # the last end is nobody's place
         places = [(part.place, part.start, part.stop, place) for part, place in parts]
-        return functools.cache(lambda device: segments.table_of(places, device))
+        return functools.cache(lambda device: pieces_of(places, device))
 
 
 def _at(compressor: Compressor, level: float | None) -> Compressor | None:

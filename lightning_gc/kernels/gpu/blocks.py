@@ -16,30 +16,14 @@ from torch.nn.functional import pad
 
 from lightning_gc.core import elias_fano
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Packed, reserve
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.blocks import RANGE, BlockCode, Book
-from lightning_gc.kernels.gpu import sparse
+from lightning_gc.kernels.gpu import sparse, tiling
 from lightning_gc.kernels.gpu.launch import end_message, kernel, launch, magnitude_bits
 from lightning_gc.kernels.gpu.levels import load_codes, store_codes
 from lightning_gc.kernels.gpu.segments import compensated, flags_of, left_of, sample
-from lightning_gc.kernels.gpu.shards import (
-    BLOCKS,
-    CODES,
-    SHARD,
-    Tiles,
-    arrivals,
-    attempt_shards,
-    cell,
-    field_at,
-    flagged,
-    is_idle,
-    source,
-    target,
-    tile_of,
-)
-from lightning_gc.kernels.shards import Layout, ShardTable
+from lightning_gc.kernels.shards import Layout, Parts, Payloads, ShardTable
 from lightning_gc.kernels.sparse import Row, Selection
 
 TILE = 2048
@@ -141,42 +125,17 @@ def code_by_book(x, there, own, real, book, top, sign, STEPS: tl.constexpr):
 
 @kernel()
 def round_blocks(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    tiles,
-    count,
-    parts,
-    number,
-    positions,
-    target,
-    between,
-    book,
-    top,
-    sign,
-    codes,
-    codes_apart,
-    numbers,
-    messages,
-    flag,
-    sent_flag,
-    padding,
-    length,
+    buffer, grad, decay, gain, peaks,
+    tiles, parts,
+    positions, target, between,
+    book, top, sign,
+    codes, codes_apart, numbers, messages,
+    flag, sent_flag, padding, length,
     own,
-    ADD: tl.constexpr,
-    KEEP: tl.constexpr,
-    GUARDED: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    MEAN: tl.constexpr,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    STEPS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    SIGMAS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    ADD: tl.constexpr, KEEP: tl.constexpr, GUARDED: tl.constexpr, CHOSEN: tl.constexpr,
+    MEAN: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr,
+    LEVELS: tl.constexpr, SIGMAS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Code a tile. With CHOSEN the buffer has chosen elements, and ``target`` keeps their errors.
 
     Else also write the ends of messages. In the shard ``own`` numbers that are not finite stay for
@@ -185,10 +144,10 @@ def round_blocks(
     tile = tl.program_id(0)
     if tile < messages:
         end_message(flag, sent_flag, padding + tile.to(tl.int64) * codes_apart, length)
-    part, local, start, present, numel = tile_of(tiles, count, parts, number, tile, MEAN)
+    part, local, start, present, numel = tiling.tile_of(tiles, parts, tile, MEAN)
     idle = part < 0
     if GUARDED:
-        idle = is_idle(peaks, parts, number, part)
+        idle = tiling.is_idle(peaks, parts, part)
     SIZE: tl.constexpr = 1 << LEVELS
     row = tl.arange(0, TILE // SIZE)
     at = local + row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]  # (rows, SIZE)
@@ -199,7 +158,7 @@ def round_blocks(
         x = tl.where(idle, 0.0, whole)
     first = local // SIZE + row
     real = first * SIZE < numel
-    mine = numbers + field_at(parts, number, part, BLOCKS, codes_apart // 4) + first
+    mine = numbers + tiling.field_at(parts, part, tiling.BLOCKS, codes_apart // 4) + first
     if KIND == BINS:
         code, value = code_bins(x, there, mine, between, real, LEVELS, BITS, SIGMAS)
     elif KIND == BETWEEN:
@@ -207,7 +166,8 @@ def round_blocks(
     else:
         code, value = code_by_book(x, there, mine, real, book, top, sign, STEPS)
     if KEEP:
-        left = left_of(x, value, whole, idle, cell(parts, number, part, SHARD) == own, GUARDED)
+        kept_here = tiling.cell(parts, part, tiling.SHARD) == own
+        left = left_of(x, value, whole, idle, kept_here, GUARDED)
         if CHOSEN:
             place = tl.load(positions + start + at, mask=there, other=0)
             kept = tl.where(idle, 0, tl.where(there, 1, 0)) == 1
@@ -216,51 +176,32 @@ def round_blocks(
             tl.store(buffer + start + at, left, mask=at < present)
     groups = local // 8 + tl.arange(0, TILE // 8)
     lanes = groups[:, None] * 8 + tl.arange(0, 8)[None, :]
-    packed = codes + field_at(parts, number, part, CODES, codes_apart)
+    packed = codes + tiling.field_at(parts, part, tiling.CODES, codes_apart)
     store_codes(packed, tl.reshape(code, (TILE // 8, 8)), groups, lanes, numel, BITS)
 
 
 @kernel()
 def average_blocks(
-    codes,
-    codes_apart,
-    codes_shard,
-    numbers,
-    numbers_apart,
-    numbers_shard,
-    workers,
-    share,
-    out,
-    flags,
-    flags_apart,
-    senders,
-    tiles,
-    count,
-    parts,
-    number,
-    out_apart,
-    between,
-    book,
-    MEAN: tl.constexpr,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    STEPS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    codes, codes_apart, codes_shard,
+    numbers, numbers_apart, numbers_shard,
+    workers, share, out,
+    flags, flags_apart, senders,
+    tiles, parts,
+    out_apart, between, book,
+    MEAN: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr,
+    LEVELS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Write a tile of the mean of ``workers`` payloads; the second index is the first payload's."""
     sender = tl.program_id(1)
     out += sender.to(tl.int64) * out_apart
-    part, local, start, present, numel = tile_of(
-        tiles, count, parts, number, tl.program_id(0), MEAN
-    )
+    part, local, start, present, numel = tiling.tile_of(tiles, parts, tl.program_id(0), MEAN)
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
     there = at < numel
-    packed = codes + field_at(parts, number, part, CODES, codes_shard)
+    packed = codes + tiling.field_at(parts, part, tiling.CODES, codes_shard)
     packed += sender.to(tl.int64) * codes_apart
-    own = numbers + field_at(parts, number, part, BLOCKS, numbers_shard)
+    own = numbers + tiling.field_at(parts, part, tiling.BLOCKS, numbers_shard)
     own += sender.to(tl.int64) * numbers_apart + (at >> LEVELS)
     total = tl.zeros([GROUPS, 8], tl.float32)
     weight = total + share
@@ -281,7 +222,7 @@ def average_blocks(
         own += numbers_apart
         arrival += 1
     here = start + at
-    total = flagged(total, here, flags, flags_apart, senders, parts, number, part)
+    total = tiling.flagged(total, here, flags, flags_apart, senders, parts, part)
     tl.store(out + here, total, mask=at < present)
 
 
@@ -302,16 +243,12 @@ class Table(ShardTable):
         return LEAST <= size <= MOST and not size & (size - 1)
 
     def __init__(
-        self,
-        parts: Sequence[tuple[str, int, int, int]],
-        code: BlockCode,
-        device: torch.device,
-        shards: int = 1,
+        self, parts: Parts, code: BlockCode, device: torch.device, shards: int = 1
     ) -> None:
         size = code.block_size
         layout, tile = Layout(parts, code.bits, size, shards), max(TILE, size)
         super().__init__(layout, *[layout.blocks] * code.numbers)
-        self._tiles = Tiles(layout, tile, device)
+        self._tiles = tiling.Tiles(layout, tile, device)
         self._book, self._top, self._sign, steps = _on_device(code.book, device)
         self._constants = {
             "KIND": _KINDS[code.kind],
@@ -351,11 +288,7 @@ class Table(ShardTable):
         return packed.first(len(fields))
 
     def average_chosen(
-        self,
-        payloads: Sequence[Payload],
-        out: Tensor,
-        selection: Selection,
-        pending: Pending,
+        self, payloads: Payloads, out: Tensor, selection: Selection, pending: Pending
     ) -> None:
         """Write the mean of all workers' payloads of ``encode_chosen`` to ``out``."""
         values = out.new_empty(len(payloads), self.layout.numel)
@@ -366,9 +299,9 @@ class Table(ShardTable):
     def _encode(
         self, packed: Sequence[Packed], buffer: Tensor, bucket: Bucket, mine: int | None
     ) -> None:
-        adds, keeps, given = source(buffer, bucket, mine)
+        adds, keeps, given = tiling.source(buffer, bucket, mine)
         kind = {"ADD": adds, "KEEP": keeps, "GUARDED": adds, "CHOSEN": False}
-        self._round(given, buffer, buffer, mine, *target(packed, bucket), **kind)
+        self._round(given, buffer, buffer, mine, *tiling.target(packed, bucket), **kind)
 
     def _round(
         self,
@@ -393,7 +326,7 @@ class Table(ShardTable):
 
     def average(
         self,
-        payloads: Sequence[Payload],
+        payloads: Payloads,
         out: Tensor,
         pending: Pending | None,
         mine: int | None = None,
@@ -401,7 +334,7 @@ class Table(ShardTable):
     ) -> bool:
         """Write a mean; or to so many rows of ``out`` each payload's values."""
         (tiles,), *table = self._tiles.table(mine)
-        *read, workers, _ = arrivals(self, payloads, mine)
+        *read, workers, _ = tiling.arrivals(self, payloads, mine)
         workers //= rows
         launch(
             average_blocks,
@@ -453,7 +386,7 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _shards(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     halves = [("a", 0, 0, 500), ("b", 1, 500, 1000)]
     table = Table(halves, BlockCode("range", 8, 64, 2), numbers.device, 2)
-    yield from attempt_shards(numbers, table)
+    yield from tiling.attempt_shards(numbers, table)
 
 
 ATTEMPTS = {"blocks": _attempt, "block shards": _shards}

@@ -19,6 +19,7 @@ from lightning_gc.kernels.gpu.segments import (
     flags_of,
     given,
     left_of,
+    piece_of,
     sample,
 )
 
@@ -49,29 +50,17 @@ def from_half(half, BFLOAT: tl.constexpr):
 
 @kernel()
 def round_pieces(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    pieces,
-    count,
-    halves,
-    flag,
-    sent_flag,
-    padding,
-    length,
-    ADD: tl.constexpr,
-    BFLOAT: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    buffer, grad, decay, gain, peaks,
+    pieces, halves,
+    flag, sent_flag, padding, length,
+    ADD: tl.constexpr, BFLOAT: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Write a piece as 16-bit floats; with a gradient to add, leave the rounding error."""
     piece = tl.program_id(0)
     if piece == 0:
         end_message(flag, sent_flag, padding, length)
-    idle = tl.load(peaks + tl.load(pieces + piece)) == 0.0
-    at = tl.load(pieces + count + piece)
-    stop = tl.load(pieces + 2 * count + piece)
+    part, at, stop, _ = piece_of(pieces, piece)
+    idle = tl.load(peaks + part) == 0.0
     while at < stop:
         here = at + tl.arange(0, ROW)
         inside = here < stop
@@ -88,25 +77,13 @@ def round_pieces(
 
 @kernel()
 def average_pieces(
-    halves,
-    apart,
-    workers,
-    share,
-    out,
-    flags,
-    flags_apart,
-    senders,
-    starts,
-    pieces,
-    count,
-    BFLOAT: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    halves, apart, workers, share, out,
+    flags, flags_apart, senders, starts, pieces,
+    BFLOAT: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Write a piece of the mean: all workers' values, in their order."""
-    piece = tl.program_id(0)
-    begin = tl.load(starts + tl.load(pieces + piece))
-    at = tl.load(pieces + count + piece)
-    stop = tl.load(pieces + 2 * count + piece)
+    part, at, stop, _ = piece_of(pieces, tl.program_id(0))
+    begin = tl.load(starts + part)
     bad = arrived(flags, flags_apart, senders)
     weight = tl.zeros([ROW], tl.float32) + share
     while at < stop:
@@ -127,8 +104,8 @@ def encode(buffer: Tensor, dtype: torch.dtype, pending: Pending) -> Packed:
     pieces = pending.segments.pieces
     launch(
         round_pieces,
-        (pieces.shape[1],),
-        *(*given(buffer, pending), pieces, pieces.shape[1]),
+        (len(pieces),),
+        *(*given(buffer, pending), pieces),
         *(packed[0].view(torch.int16), *pending.ending(packed)),
         ADD=pending.grad is not None,
         BFLOAT=dtype == torch.bfloat16,
@@ -143,10 +120,9 @@ def average(payloads: Sequence[Tensor], out: Tensor, pending: Pending) -> None:
     pieces = pending.segments.pieces
     launch(
         average_pieces,
-        (pieces.shape[1],),
+        (len(pieces),),
         *(values.view(torch.int16), apart, len(payloads), 1 / len(payloads), out),
-        *(*flags_of(pending, out), pending.segments.starts),
-        *(pieces, pieces.shape[1]),
+        *(*flags_of(pending, out), pending.segments.starts, pieces),
         BFLOAT=values.dtype == torch.bfloat16,
         ROW=ROW,
     )

@@ -12,7 +12,8 @@ there is one variant for each set of constants and element types, and a few more
 faster for what is ``aligned``.
 
 Arguments are not bundled in tuples. Triton 3.2 takes no tuples. Later versions make variants for
-the numbers in a tuple, also where ``kernel`` declares that they must not.
+the numbers in a tuple, also where ``kernel`` declares that they must not. So a kernel lists them
+in groups, a line each, which are the same in all kernels.
 """
 
 from __future__ import annotations

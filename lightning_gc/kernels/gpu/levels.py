@@ -15,24 +15,10 @@ from lightning_gc.core.bucket import Bucket
 from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Packed, reserve
 from lightning_gc.core.segments import Pending
+from lightning_gc.kernels.gpu import tiling
 from lightning_gc.kernels.gpu.launch import end_message, kernel, launch, magnitude_bits
 from lightning_gc.kernels.gpu.segments import compensated, flags_of, left_of, sample
-from lightning_gc.kernels.gpu.shards import (
-    BLOCKS,
-    CODES,
-    SHARD,
-    Tiles,
-    arrivals,
-    attempt_shards,
-    cell,
-    field_at,
-    flagged,
-    is_idle,
-    source,
-    target,
-    tile_of,
-)
-from lightning_gc.kernels.shards import LevelTable
+from lightning_gc.kernels.shards import LevelTable, Payloads
 
 TILE = 2048
 """Elements of a part that one program converts."""
@@ -132,32 +118,20 @@ def load_values(packed, norm, groups, at, numel, BITS: tl.constexpr):
 
 @kernel()
 def raise_peaks(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    tiles,
-    count,
-    parts,
-    number,
-    block_size,
-    most,
-    most_apart,
-    ADD: tl.constexpr,
-    LARGE: tl.constexpr,
-    MEAN: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    buffer, grad, decay, gain, peaks,
+    tiles, parts,
+    block_size, most, most_apart,
+    ADD: tl.constexpr, LARGE: tl.constexpr, MEAN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Raise ``most`` of each block to the bits of its largest magnitude."""
-    part, local, start, there, _ = tile_of(tiles, count, parts, number, tl.program_id(0), MEAN)
+    part, local, start, there, _ = tiling.tile_of(tiles, parts, tl.program_id(0), MEAN)
     at = local + tl.arange(0, TILE)
     inside = at < there
     found = magnitude_bits(compensated(buffer, grad, start + at, inside, decay, gain, ADD))
     if ADD:
-        found = tl.where(is_idle(peaks, parts, number, part), 0, found)
+        found = tl.where(tiling.is_idle(peaks, parts, part), 0, found)
     first = local // block_size
-    most += field_at(parts, number, part, BLOCKS, most_apart)
+    most += tiling.field_at(parts, part, tiling.BLOCKS, most_apart)
     if LARGE:  # a tile has elements of two blocks at most
         end = (first + 1) * block_size
         most += first
@@ -170,37 +144,16 @@ def raise_peaks(
 
 @kernel()
 def round_tiles(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    tiles,
-    count,
-    parts,
-    number,
-    keys,
-    step,
-    block_size,
-    most,
-    most_apart,
-    codes,
-    codes_apart,
-    norms,
-    messages,
-    flag,
-    sent_flag,
-    padding,
-    length,
+    buffer, grad, decay, gain, peaks,
+    tiles, parts,
+    keys, step,
+    block_size, most, most_apart,
+    codes, codes_apart, norms, messages,
+    flag, sent_flag, padding, length,
     own,
-    ADD: tl.constexpr,
-    KEEP: tl.constexpr,
-    MEAN: tl.constexpr,
-    NEAREST: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    ADD: tl.constexpr, KEEP: tl.constexpr, MEAN: tl.constexpr, NEAREST: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Round and pack a tile. Its norms are found here if BLOCK is not 0, else they are ``most``.
 
     In the shard ``own`` numbers that are not finite stay for ``book``.
@@ -208,16 +161,16 @@ def round_tiles(
     tile = tl.program_id(0)
     if tile < messages:
         end_message(flag, sent_flag, padding + tile.to(tl.int64) * codes_apart, length)
-    part, local, start, there, numel = tile_of(tiles, count, parts, number, tile, MEAN)
+    part, local, start, there, numel = tiling.tile_of(tiles, parts, tile, MEAN)
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
     whole = compensated(buffer, grad, start + at, at < there, decay, gain, ADD)
     x, idle = whole, part < 0
     if ADD:
-        idle = is_idle(peaks, parts, number, part)
+        idle = tiling.is_idle(peaks, parts, part)
         x = tl.where(idle, 0.0, whole)
-    norms += field_at(parts, number, part, BLOCKS, codes_apart // 4)
+    norms += tiling.field_at(parts, part, tiling.BLOCKS, codes_apart // 4)
     if BLOCK > 0:
         ROWS: tl.constexpr = TILE // BLOCK
         # Magnitudes are ordered like their bits, NaN last.
@@ -227,7 +180,7 @@ def round_tiles(
         tl.store(norms + first // BLOCK, found, mask=first < numel)
         norm = tl.reshape(tl.broadcast_to(found[:, None], (ROWS, BLOCK)), (GROUPS, 8))
     else:
-        most += field_at(parts, number, part, BLOCKS, most_apart)
+        most += tiling.field_at(parts, part, tiling.BLOCKS, most_apart)
         bits = tl.load(most + at // block_size, mask=at < numel, other=0)
         norm = bits.to(tl.float32, bitcast=True)
         tl.store(norms + at // block_size, norm, mask=(at < numel) & (at % block_size == 0))
@@ -236,10 +189,10 @@ def round_tiles(
     else:
         u = uniforms(tl.load(keys + part), step, groups, GROUPS)
     level = level_of(x, norm, u, BITS)
-    codes += field_at(parts, number, part, CODES, codes_apart)
+    codes += tiling.field_at(parts, part, tiling.CODES, codes_apart)
     store_codes(codes, code_of(level, BITS), groups, at, numel, BITS)
     if KEEP:
-        mine = cell(parts, number, part, SHARD) == own
+        mine = tiling.cell(parts, part, tiling.SHARD) == own
         left = left_of(x, value_of(level, norm, BITS), whole, idle, mine, ADD)
         tl.store(buffer + start + at, left, mask=at < there)
 
@@ -264,38 +217,24 @@ def sum_of(
 
 @kernel()
 def average_tiles(
-    codes,
-    codes_apart,
-    codes_shard,
-    norms,
-    norms_apart,
-    norms_shard,
-    workers,
-    share,
-    out,
-    flags,
-    flags_apart,
-    senders,
-    tiles,
-    count,
-    parts,
-    number,
+    codes, codes_apart, codes_shard,
+    norms, norms_apart, norms_shard,
+    workers, share, out,
+    flags, flags_apart, senders,
+    tiles, parts,
     block_size,
-    FRESH: tl.constexpr,
-    MEAN: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    FRESH: tl.constexpr, MEAN: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Write a tile of the mean, and add the flags to the first element of its parameter.
 
     Unless FRESH, add the tile to ``out``.
     """
-    part, local, start, there, numel = tile_of(tiles, count, parts, number, tl.program_id(0), MEAN)
+    part, local, start, there, numel = tiling.tile_of(tiles, parts, tl.program_id(0), MEAN)
     GROUPS: tl.constexpr = TILE // 8
     groups = local // 8 + tl.arange(0, GROUPS)
     at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]  # (GROUPS, 8)
-    codes += field_at(parts, number, part, CODES, codes_shard)
-    norms += field_at(parts, number, part, BLOCKS, norms_shard)
+    codes += tiling.field_at(parts, part, tiling.CODES, codes_shard)
+    norms += tiling.field_at(parts, part, tiling.BLOCKS, norms_shard)
     here = start + at
     total = tl.zeros_like(at).to(tl.float32)
     if not FRESH:
@@ -304,7 +243,7 @@ def average_tiles(
         total, codes, codes_apart, norms, norms_apart, workers, share, groups, at, numel,
         block_size, BITS,
     )  # fmt: skip
-    total = flagged(total, here, flags, flags_apart, senders, parts, number, part)
+    total = tiling.flagged(total, here, flags, flags_apart, senders, parts, part)
     tl.store(out + here, total, mask=at < there)
 
 
@@ -316,8 +255,8 @@ class Table(LevelTable):
     """
 
     @functools.cached_property
-    def _tiles(self) -> Tiles:
-        return Tiles(self.layout, TILE, self.device)
+    def _tiles(self) -> tiling.Tiles:
+        return tiling.Tiles(self.layout, TILE, self.device)
 
     def quantise(self, buffer: Tensor, norms: Tensor, noise: torch.Generator | None) -> Tensor:
         packed, keys = reserve(self.fields, self.device), None
@@ -337,7 +276,7 @@ class Table(LevelTable):
         most: Tensor | None = None,
     ) -> None:
         """Do as the base class, perhaps with known keys and the bits of known norms."""
-        adds, keeps, given = source(buffer, bucket, mine)
+        adds, keeps, given = tiling.source(buffer, bucket, mine)
         grid, *table = self._tiles.table(mine)
         size, apart = self.block_size, self.layout.blocks
         # A tile consists of complete blocks, or their norms are found before.
@@ -364,7 +303,7 @@ class Table(LevelTable):
             round_tiles,
             grid,
             *(*given, *table, keys, bucket.step, size, found, apart),
-            *target(packed, bucket),
+            *tiling.target(packed, bucket),
             ADD=adds,
             KEEP=keeps,
             MEAN=mine is not None,
@@ -376,7 +315,7 @@ class Table(LevelTable):
 
     def average(
         self,
-        payloads: Sequence[Payload],
+        payloads: Payloads,
         out: Tensor,
         pending: Pending | None,
         mine: int | None = None,
@@ -384,7 +323,7 @@ class Table(LevelTable):
     ) -> bool:
         """Do as the base class; or with ``scale`` add that times the only payload."""
         grid, *table = self._tiles.table(mine)
-        *read, share = arrivals(self, payloads, mine)
+        *read, share = tiling.arrivals(self, payloads, mine)
         launch(
             average_tiles,
             grid,
@@ -453,7 +392,7 @@ def _alone(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _shards(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     table = Table([("a", 0, 0, 500), ("b", 1, 500, 1000)], 5, 64, True, numbers.device, 2)
-    yield from attempt_shards(numbers, table)
+    yield from tiling.attempt_shards(numbers, table)
 
 
 ATTEMPTS = {"levels": _buckets, "alone": _alone, "shards": _shards}

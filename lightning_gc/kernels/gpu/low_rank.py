@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gc.core.flow import Payload
-from lightning_gc.core.message import evenly, reserve
+from lightning_gc.core.message import reserve
 from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
-from lightning_gc.kernels.gpu.segments import arrived, compensated, sample
+from lightning_gc.kernels.gpu.segments import arrived, compensated, flags_of, given, sample
 from lightning_gc.kernels.low_rank import (
     COLUMNS,
     LARGEST,
@@ -64,18 +64,10 @@ def highest_of(columns, at, size, rank, RANK: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def shares_of(
-    columns,
-    bases,
-    at,
-    size,
-    rank,
-    j,
-    longest,
-    unit,
-    known,
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    columns, bases, at, size, rank,
+    j, longest, unit, known,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Return products of column j, without its ``known`` shares, with earlier ones and itself."""
     shares = tl.zeros([BLOCK, RANK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
@@ -191,27 +183,13 @@ def add_up(sums, several, into, size, BLOCK: tl.constexpr):
 
 @kernel()
 def project_rows(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    table,
-    tiles,
-    bases,
-    products,
-    sums,
-    arrivals,
-    flag,
-    sent_flag,
-    padding,
-    length,
-    PENDING: tl.constexpr,
-    ADD: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
+    buffer, grad, decay, gain, peaks,
+    table, tiles,
+    bases, products, sums, arrivals,
+    flag, sent_flag, padding, length,
+    PENDING: tl.constexpr, ADD: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Write M·Q for a tile; with a gradient to add, first write the sum M to the buffer."""
     tile = tiles + FIELDS * tl.program_id(0)
     if PENDING:
@@ -264,19 +242,11 @@ def project_rows(
 
 @kernel()
 def project_columns(
-    buffer,
-    peaks,
-    table,
-    tiles,
-    bases,
-    products,
-    sums,
-    arrivals,
-    ADD: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    buffer, peaks,
+    table, tiles,
+    bases, products, sums, arrivals,
+    ADD: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Write Pᵀ·M for a tile of COLUMNS columns."""
     tile = tiles + FIELDS * tl.program_id(0)
     place = table + PLACES * tl.load(tile)
@@ -352,26 +322,14 @@ def keep_columns(q, before, kept, place, BLOCK: tl.constexpr):
 
 @kernel()
 def apply_factors(
-    buffer,
-    out,
-    p,
-    q,
-    before,
-    kept,
+    buffer, out,
+    p, q, before, kept,
     peaks,
-    flags,
-    stride,
-    senders,
-    table,
-    tiles,
-    tile_count,
-    most,
-    ADD: tl.constexpr,
-    KEEP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    flags, stride, senders, table, tiles,
+    tile_count, most,
+    ADD: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write P·Qᵀ of a tile to ``out`` and keep the rest; the last programs keep each matrix's Q."""
     program = tl.program_id(0)
     if program < tile_count:
@@ -421,8 +379,7 @@ def project(buffer: Tensor, bases: Tensor, factors: Factors, pending: Pending | 
     launch(
         project_rows,
         (tiles.count,),
-        *_wholeof(buffer, pending),
-        *(_peaks(buffer, pending), factors.table(buffer.device), tiles.table(buffer.device)),
+        *(*given(buffer, pending), factors.table(buffer.device), tiles.table(buffer.device)),
         *(bases, packed[0], *_partial(buffer, tiles, pending)),
         *((bases, bases, bases, 0) if pending is None else pending.ending(packed)),
         PENDING=pending is not None,
@@ -442,7 +399,7 @@ def project_back(
     launch(
         project_columns,
         (tiles.count,),
-        *(buffer, _peaks(buffer, pending)),
+        *(buffer, given(buffer, pending)[-1]),
         *(factors.table(buffer.device), tiles.table(buffer.device)),
         *(bases, found, *_partial(buffer, tiles, pending)),
         ADD=pending is not None and pending.grad is not None,
@@ -464,12 +421,10 @@ def apply(
 ) -> Tensor:
     """Write P·Qᵀ to ``out`` and keep the rest; see ``kernels.low_rank``."""
     kept, tiles = torch.empty_like(q), factors.by_rows
-    flags, stride = (buffer, 0) if pending is None else evenly(pending.flags)
     launch(
         apply_factors,
         (tiles.count + len(factors.places),),
-        *(buffer, out, p, q, before, kept, _peaks(buffer, pending)),
-        *(flags, stride, 0 if pending is None else len(pending.flags)),
+        *(buffer, out, p, q, before, kept, given(buffer, pending)[-1], *flags_of(pending, out)),
         *(factors.table(buffer.device), tiles.table(buffer.device), tiles.count, LARGEST),
         ADD=pending is not None and pending.grad is not None,
         KEEP=out.data_ptr() != buffer.data_ptr(),
@@ -478,16 +433,6 @@ def apply(
         BLOCK=1024,
     )
     return kept
-
-
-def _wholeof(buffer: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor, float, float]:
-    if pending is None or pending.grad is None:
-        return buffer, buffer, 1.0, 1.0
-    return buffer, pending.grad, pending.decay, pending.gain
-
-
-def _peaks(buffer: Tensor, pending: Pending | None) -> Tensor:
-    return buffer if pending is None else pending.peaks
 
 
 def _partial(buffer: Tensor, tiles: Tiles, pending: Pending | None) -> tuple[Tensor, Tensor]:

@@ -119,18 +119,10 @@ def low_bits(coded, i, inside, chosen, low):
 
 @kernel()
 def count_bits(
-    coded,
-    apart,
-    slope,
-    counts,
-    counts_apart,
-    numel,
-    tiles,
-    found,
-    wrong,
-    TILE: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    coded, apart, slope, counts, counts_apart,
+    numel, tiles, found, wrong,
+    TILE: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Count the set bits of each tile of each worker's bitmap."""
     tile = tl.program_id(0)
     worker = tl.program_id(1)
@@ -148,21 +140,11 @@ def count_bits(
 
 @kernel()
 def find_places(
-    coded,
-    apart,
-    slope,
-    counts,
-    counts_apart,
-    numel,
-    tiles,
-    found,
-    wrong,
-    positions,
-    most,
-    TILE: tl.constexpr,
-    FOLD: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    coded, apart, slope, counts, counts_apart,
+    numel, tiles, found, wrong,
+    positions, most,
+    TILE: tl.constexpr, FOLD: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Decode positions; ``wrong`` is set if they do not ascend below ``numel``, k of them."""
     tile = tl.program_id(0)
     worker = tl.program_id(1)

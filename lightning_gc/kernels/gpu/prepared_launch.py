@@ -217,17 +217,12 @@ def by_triton(
 ) -> Any:
     """Start a kernel by Triton's own launch; return what it has compiled."""
     try:
-        with torch.cuda.device_of(first_tensor(arguments)):
+        with torch.cuda.device_of(next(each for each in arguments if isinstance(each, Tensor))):
             return program[tuple(grid)](*arguments, **constants, **EXACT)
     except Exception as error:  # any exception of a compiler or driver
         name = getattr(program, "__name__", program)
         error.add_note(f"Triton could not start lightning_gc's kernel {name}. {dispatch.WITHOUT}")
         raise
-
-
-def first_tensor(arguments: Sequence[Any]) -> Tensor:
-    """Return the first tensor among ``arguments``, which says where a kernel runs."""
-    return next(argument for argument in arguments if isinstance(argument, Tensor))
 
 
 def start(

@@ -66,45 +66,31 @@ def rank_of(place, numel, shift, low, high):
 
 
 @triton.jit
-def unsigned(table, row, count, at):
+def unsigned(place):
     """Return a number of a table, uint32."""
-    return tl.load(table + row * count + at).to(tl.uint32, bitcast=True)
+    return tl.load(place).to(tl.uint32, bitcast=True)
 
 
 @kernel()
 def take_drawn(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    table,
-    count,
-    step,
+    buffer, grad, decay, gain, peaks,
+    table, step,
     values,
-    flag,
-    sent_flag,
-    padding,
-    length,
-    ADD: tl.constexpr,
-    SCALED: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    flag, sent_flag, padding, length,
+    ADD: tl.constexpr, SCALED: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Write drawn elements of a piece, leave the others, and zero where the mean will be."""
     piece = tl.program_id(0)
     if piece == 0:
         end_message(flag, sent_flag, padding, length)
-    idle = tl.load(peaks + tl.load(table + piece)) == 0.0
-    at = tl.load(table + count + piece)
-    stop = tl.load(table + 2 * count + piece)
-    begin = tl.load(table + 3 * count + piece)
-    numel = unsigned(table, 4, count, piece)
-    shift = unsigned(table, 5, count, piece)
-    k = unsigned(table, 6, count, piece)
-    own = values + tl.load(table + 7 * count + piece)
-    low = unsigned(table, 8, count, piece)
-    high = unsigned(table, 9, count, piece) + step.to(tl.uint32) * 0x85EBCA6B
-    factor = tl.load(table + 10 * count + piece).to(tl.float32, bitcast=True)
+    row = table + 11 * piece
+    idle = tl.load(peaks + tl.load(row)) == 0.0
+    at, stop, begin = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    numel, shift, k = unsigned(row + 4), unsigned(row + 5), unsigned(row + 6)
+    own = values + tl.load(row + 7)
+    low = unsigned(row + 8)
+    high = unsigned(row + 9) + step.to(tl.uint32) * 0x85EBCA6B
+    factor = tl.load(row + 10).to(tl.float32, bitcast=True)
     while at < stop:
         here = at + tl.arange(0, ROW)
         inside = here < stop
@@ -130,29 +116,18 @@ def take_drawn(
 
 @kernel()
 def put_drawn(
-    values,
-    apart,
-    workers,
-    share,
-    out,
-    flags,
-    flags_apart,
-    senders,
-    table,
-    count,
+    values, apart, workers, share, out,
+    flags, flags_apart, senders, table,
     step,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write the mean of BLOCK values, all workers' in their order, among zeros."""
-    block = tl.program_id(0)
-    begin = tl.load(table + block)
-    numel = unsigned(table, 1, count, block)
-    shift = unsigned(table, 2, count, block)
-    k = unsigned(table, 3, count, block)
-    start = tl.load(table + 4 * count + block)
-    own = values + tl.load(table + 5 * count + block)
-    low = unsigned(table, 6, count, block)
-    high = unsigned(table, 7, count, block) + step.to(tl.uint32) * 0x85EBCA6B
+    row = table + 8 * tl.program_id(0)
+    begin, start = tl.load(row), tl.load(row + 4)
+    numel, shift, k = unsigned(row + 1), unsigned(row + 2), unsigned(row + 3)
+    own = values + tl.load(row + 5)
+    low = unsigned(row + 6)
+    high = unsigned(row + 7) + step.to(tl.uint32) * 0x85EBCA6B
     bad = arrived(flags, flags_apart, senders)
     rank = start + tl.arange(0, BLOCK)
     inside = rank.to(tl.uint32) < k
@@ -190,8 +165,8 @@ def tables_of(
             pieces.append(row)
         blocks += [(begin, *kind, start, before, *words) for start in range(0, k, ROW)]
         before += k
-    made = [torch.tensor(rows, dtype=torch.int32, device=device) for rows in (pieces, blocks)]
-    return made[0].t().contiguous(), made[1].t().contiguous()
+    one, other = (torch.tensor(r, dtype=torch.int32, device=device) for r in (pieces, blocks))
+    return one, other
 
 
 def encode(
@@ -209,11 +184,10 @@ def encode(
             writes only what has been sent.
     """
     packed = pending.reserve([(torch.float32, sent)])
-    count = table.shape[1]
     launch(
         take_drawn,
-        (count,),
-        *(*given(buffer, pending), table, count, step),
+        (len(table),),
+        *(*given(buffer, pending), table, step),
         *(packed[0], *pending.ending(packed)),
         ADD=pending.grad is not None,
         SCALED=scaled,
@@ -237,9 +211,9 @@ def average(
     values, apart = evenly(payloads)
     launch(
         put_drawn,
-        (table.shape[1],),
+        (len(table),),
         *(values, apart, len(payloads), 1 / len(payloads), out),
-        *(*flags_of(pending, out), table, table.shape[1], step),
+        *(*flags_of(pending, out), table, step),
         BLOCK=ROW,
     )
 

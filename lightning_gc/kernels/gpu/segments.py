@@ -19,38 +19,40 @@ CLEAN_BLOCK = 2048
 """Elements that one program of ``clean`` reads."""
 
 
+@triton.jit
+def piece_of(pieces, piece):
+    """Return the parameter of a piece, its first element and end, and its place elsewhere."""
+    row = pieces + 4 * piece
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
 @kernel()
-def largest(buffer, pieces, count, found, BLOCK: tl.constexpr):
+def largest(buffer, pieces, found, BLOCK: tl.constexpr):
     """Raise ``found`` of each piece's parameter to the bits of its largest magnitude."""
-    piece = tl.program_id(0)
-    at = tl.load(pieces + count + piece)
-    stop = tl.load(pieces + 2 * count + piece)
+    part, at, stop, _ = piece_of(pieces, tl.program_id(0))
     most = tl.zeros([BLOCK], tl.int32)
     while at < stop:
         here = at + tl.arange(0, BLOCK)
         x = tl.load(buffer + here, mask=here < stop, other=0.0)
         most = tl.maximum(most, magnitude_bits(x))
         at += BLOCK
-    tl.atomic_max(found + tl.load(pieces + piece), tl.max(most, axis=0))
+    tl.atomic_max(found + part, tl.max(most, axis=0))
 
 
 def peaks(flat: Tensor, segments: Segments, work: Workspace) -> Tensor:
     """Return the largest magnitudes, ``(n,)`` float32; see ``kernels.segments``."""
-    pieces = segments.pieces
-    found, count = work.take(len(segments.spans)), pieces.shape[1]
-    launch(largest, (count,), flat, pieces, count, found, BLOCK=ROW)
+    pieces, found = segments.pieces, work.take(len(segments.spans))
+    launch(largest, (len(pieces),), flat, pieces, found, BLOCK=ROW)
     return found.view(torch.float32)
 
 
 @kernel()
 def move_pieces(
-    target, source, peaks, pieces, count, ADD: tl.constexpr, TAKE: tl.constexpr, BLOCK: tl.constexpr
+    target, source, peaks, pieces, ADD: tl.constexpr, TAKE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Copy, take or add a piece of ``source`` if its parameter's peak is zero."""
-    piece = tl.program_id(0)
-    if tl.load(peaks + tl.load(pieces + piece)) == 0.0:
-        at = tl.load(pieces + count + piece)
-        stop = tl.load(pieces + 2 * count + piece)
+    part, at, stop, _ = piece_of(pieces, tl.program_id(0))
+    if tl.load(peaks + part) == 0.0:
         while at < stop:
             here = at + tl.arange(0, BLOCK)
             x = tl.load(source + here, mask=here < stop, other=0.0)
@@ -65,11 +67,10 @@ def move_pieces(
 
 def move_idle(how: str, target: Tensor, source: Tensor, peaks: Tensor, pieces: Tensor) -> None:
     """Move elements of idle parameters; see ``kernels.segments``."""
-    count = pieces.shape[1]
     launch(
         move_pieces,
-        (count,),
-        *(target, source, peaks, pieces, count),
+        (len(pieces),),
+        *(target, source, peaks, pieces),
         ADD=how == "add",
         TAKE=how == "take",
         BLOCK=ROW,
@@ -77,9 +78,7 @@ def move_idle(how: str, target: Tensor, source: Tensor, peaks: Tensor, pieces: T
 
 
 @kernel()
-def zero_if(
-    buffer, peaks, flag, pieces, count, parameters, PEAKS: tl.constexpr, BLOCK: tl.constexpr
-):
+def zero_if(buffer, peaks, flag, pieces, parameters, PEAKS: tl.constexpr, BLOCK: tl.constexpr):
     """Write the flag, and zero a piece if a peak is not finite."""
     piece = tl.program_id(0)
     most = tl.zeros([PEAKS], tl.int32)
@@ -93,8 +92,7 @@ def zero_if(
     if piece == 0:
         tl.store(flag, tl.where(bad, float("nan"), 0.0))
     if bad:
-        at = tl.load(pieces + count + piece)
-        stop = tl.load(pieces + 2 * count + piece)
+        _, at, stop, _ = piece_of(pieces, piece)
         while at < stop:
             here = at + tl.arange(0, BLOCK)
             tl.store(buffer + here, tl.zeros([BLOCK], tl.float32), mask=here < stop)
@@ -103,14 +101,9 @@ def zero_if(
 
 def silence(flat: Tensor, found: Tensor, segments: Segments) -> Tensor:
     """Zero ``flat`` if a peak is not finite, and return the flag; see ``kernels.segments``."""
-    flag, count = flat.new_empty(1), segments.pieces.shape[1]
-    launch(
-        zero_if,
-        (count,),
-        *(flat, found, flag, segments.pieces, count, found.numel()),
-        PEAKS=256,
-        BLOCK=ROW,
-    )
+    flag, pieces = flat.new_empty(1), segments.pieces
+    read = flat, found, flag, pieces, found.numel()
+    launch(zero_if, (len(pieces),), *read, PEAKS=256, BLOCK=ROW)
     return flag
 
 
@@ -166,23 +159,14 @@ def arrived(flags, stride, count):
 
 @kernel()
 def take_pieces(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    table,
-    count,
-    taken,
-    ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    buffer, grad, decay, gain, peaks,
+    table, taken,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Move a piece out of ``buffer``; of an idle parameter zeros are taken and the rest stays."""
-    piece = tl.program_id(0)
-    idle = tl.load(peaks + tl.load(table + piece)) == 0.0
-    at = tl.load(table + count + piece)
-    stop = tl.load(table + 2 * count + piece)
-    place = tl.load(table + 3 * count + piece) - at
+    part, at, stop, place = piece_of(table, tl.program_id(0))
+    idle = tl.load(peaks + part) == 0.0
+    place -= at
     while at < stop:
         here = at + tl.arange(0, BLOCK)
         inside = here < stop
@@ -198,11 +182,10 @@ def take_pieces(
 
 def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None:
     """Move the parameters of ``table`` to ``taken``; see ``kernels.segments``."""
-    count = table.shape[1]
     launch(
         take_pieces,
-        (count,),
-        *(*given(buffer, pending), table, count, taken),
+        (len(table),),
+        *(*given(buffer, pending), table, taken),
         ADD=pending.grad is not None,
         BLOCK=ROW,
     )
@@ -210,25 +193,14 @@ def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None
 
 @kernel()
 def put_pieces(
-    taken,
-    apart,
-    workers,
-    share,
-    out,
-    flags,
-    stride,
-    senders,
-    starts,
-    table,
-    count,
+    taken, apart, workers, share, out,
+    flags, stride, senders, starts, table,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write a piece of the mean, and add the flags to the first element of its parameter."""
-    piece = tl.program_id(0)
-    at = tl.load(table + count + piece)
-    stop = tl.load(table + 2 * count + piece)
-    place = tl.load(table + 3 * count + piece) - at
-    begin = tl.load(starts + tl.load(table + piece))
+    part, at, stop, place = piece_of(table, tl.program_id(0))
+    begin = tl.load(starts + part)
+    place -= at
     bad = arrived(flags, stride, senders)
     while at < stop:
         here = at + tl.arange(0, BLOCK)
@@ -246,29 +218,26 @@ def put_pieces(
 def put(taken: Sequence[Tensor], out: Tensor, table: Tensor, pending: Pending) -> None:
     """Write the mean of ``taken`` to the parameters of ``table``; see ``kernels.segments``."""
     own, apart = evenly(taken)
-    count = table.shape[1]
     launch(
         put_pieces,
-        (count,),
+        (len(table),),
         *(own, apart, len(taken), 1 / len(taken), out),
-        *(*flags_of(pending, out), pending.segments.starts, table, count),
+        *(*flags_of(pending, out), pending.segments.starts, table),
         BLOCK=ROW,
     )
 
 
 @kernel()
-def book_pieces(buffer, mean, times, peaks, table, count, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def book_pieces(buffer, mean, times, peaks, table, ADD: tl.constexpr, BLOCK: tl.constexpr):
     """Add ``times`` what is left of a piece of the mean.
 
     The error of an idle parameter is added when the sum has been rounded.
     """
-    piece = tl.program_id(0)
-    idle = piece < 0
+    part, at, stop, place = piece_of(table, tl.program_id(0))
+    place -= at
+    idle = part < 0
     if ADD:
-        idle = tl.load(peaks + tl.load(table + piece)) == 0.0
-    at = tl.load(table + count + piece)
-    stop = tl.load(table + 2 * count + piece)
-    place = tl.load(table + 3 * count + piece) - at
+        idle = tl.load(peaks + part) == 0.0
     weight = tl.zeros([BLOCK], tl.float32) + times
     while at < stop:
         here = at + tl.arange(0, BLOCK)
@@ -287,8 +256,8 @@ def book(buffer: Tensor, mean: Tensor, times: int, table: Tensor, pending: Pendi
     peaks = buffer if pending is None else pending.peaks
     launch(
         book_pieces,
-        (table.shape[1],),
-        *(buffer, mean, float(times), peaks, table, table.shape[1]),
+        (len(table),),
+        *(buffer, mean, float(times), peaks, table),
         ADD=pending is not None,
         BLOCK=ROW,
     )
@@ -341,7 +310,7 @@ def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     clean(bad)
     yield bad, numbers.masked_fill(numbers.abs() > 0.5, 0)
     pending = sample(numbers)
-    rows = [[0, 1], [0, 500], [500, 1000], [0, 500]]
+    rows = [[0, 0, 500, 0], [1, 500, 1000, 500]]
     places = torch.tensor(rows, dtype=torch.int32, device=numbers.device)
     left, out = numbers.clone(), numbers.clone()
     taken, x = torch.empty_like(out), 0.5 * numbers + numbers.flip(0)

@@ -23,7 +23,7 @@ from lightning_gc.core.segments import Pending
 from lightning_gc.kernels.gpu.casts import from_half, to_half
 from lightning_gc.kernels.gpu.launch import end_message, is_finite, kernel, launch, magnitude_bits
 from lightning_gc.kernels.gpu.positions import FOLD, sum_of
-from lightning_gc.kernels.gpu.segments import ROW, compensated, given
+from lightning_gc.kernels.gpu.segments import ROW, compensated, given, piece_of
 from lightning_gc.kernels.sparse import CORRECTIONS, FACTOR, Selection
 
 FIRST, BINS = 512, 2048
@@ -35,30 +35,20 @@ _LARGE = 4096
 
 
 @triton.jit
-def column(table, index, parts, part):
+def field(table, part, index):
     """Return a number of a part, in the order of ``kernels.sparse.Row``.
 
     8: its first piece; 9: the number of elements sent of the parts before.
     """
-    return tl.load(table + index * parts + part)
+    return tl.load(table + 10 * part + index)
 
 
 @triton.jit
-def piece_of(pieces, count, piece):
-    """Return the part of a piece, its first element and its end."""
-    return (
-        tl.load(pieces + piece),
-        tl.load(pieces + count + piece),
-        tl.load(pieces + 2 * count + piece),
-    )
-
-
-@triton.jit
-def is_idle(peaks, table, parts, part, GUARDED: tl.constexpr):
+def is_idle(peaks, table, part, GUARDED: tl.constexpr):
     """Return whether zeros are sent for a part, because its gradient is zero."""
     idle = part < 0
     if GUARDED:
-        idle = tl.load(peaks + column(table, 0, parts, part)) == 0.0
+        idle = tl.load(peaks + field(table, part, 0)) == 0.0
     return idle
 
 
@@ -111,27 +101,18 @@ def clear(bitmap, program, size, length, ROW: tl.constexpr):
 
 @kernel()
 def sample_thresholds(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    table,
-    parts,
-    step,
+    buffer, grad, decay, gain, peaks,
+    table, step,
     thresholds,
-    ADD: tl.constexpr,
-    GUARDED: tl.constexpr,
-    BINS: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    ADD: tl.constexpr, GUARDED: tl.constexpr, BINS: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Find the magnitude of the wanted rank in the sample of each part; one program a part."""
     part = tl.program_id(0)
-    apart = column(table, 4, parts, part)
-    wanted = column(table, 5, parts, part)
-    begin = column(table, 1, parts, part) + step % apart
-    size = (column(table, 2, parts, part) - begin + apart - 1) // apart
-    idle = is_idle(peaks, table, parts, part, GUARDED)
+    apart = field(table, part, 4)
+    wanted = field(table, part, 5)
+    begin = field(table, part, 1) + step % apart
+    size = (field(table, part, 2) - begin + apart - 1) // apart
+    idle = is_idle(peaks, table, part, GUARDED)
     prefix = part * 0
     for index in tl.static_range(3):  # 11, 11 and 9 bits
         counts = tl.zeros([BINS], tl.int32)
@@ -155,31 +136,16 @@ def sample_thresholds(
 
 @kernel()
 def first_digit(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    pieces,
-    count,
-    table,
-    parts,
-    histogram,
-    thresholds,
-    reached,
-    factor1,
-    factor2,
-    factor3,
-    factor4,
-    ADD: tl.constexpr,
-    GUARDED: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    FIRST: tl.constexpr,
+    buffer, grad, decay, gain, peaks,
+    pieces, table,
+    histogram, thresholds, reached,
+    factor1, factor2, factor3, factor4,
+    ADD: tl.constexpr, GUARDED: tl.constexpr, SAMPLED: tl.constexpr, FIRST: tl.constexpr,
     ROW: tl.constexpr,
-):
+):  # fmt: skip
     """Add the gradient, and count the first digits and how many reach each threshold."""
-    part, at, stop = piece_of(pieces, count, tl.program_id(0))
-    idle = is_idle(peaks, table, parts, part, GUARDED)
+    part, at, stop, _ = piece_of(pieces, tl.program_id(0))
+    idle = is_idle(peaks, table, part, GUARDED)
     counts = tl.zeros([FIRST], tl.int32)
     if SAMPLED:
         limit0 = lowered(thresholds + part, 1.0)
@@ -210,62 +176,50 @@ def first_digit(
         at += ROW
     tl.atomic_add(histogram + part * FIRST + tl.arange(0, FIRST), counts, mask=counts > 0)
     if SAMPLED:
-        tl.atomic_add(reached + part, tl.sum(reach0, axis=0))
-        tl.atomic_add(reached + parts + part, tl.sum(reach1, axis=0))
-        tl.atomic_add(reached + 2 * parts + part, tl.sum(reach2, axis=0))
-        tl.atomic_add(reached + 3 * parts + part, tl.sum(reach3, axis=0))
-        tl.atomic_add(reached + 4 * parts + part, tl.sum(reach4, axis=0))
+        tl.atomic_add(reached + 5 * part, tl.sum(reach0, axis=0))
+        tl.atomic_add(reached + 5 * part + 1, tl.sum(reach1, axis=0))
+        tl.atomic_add(reached + 5 * part + 2, tl.sum(reach2, axis=0))
+        tl.atomic_add(reached + 5 * part + 3, tl.sum(reach3, axis=0))
+        tl.atomic_add(reached + 5 * part + 4, tl.sum(reach4, axis=0))
 
 
 @kernel()
 def next_digit(
-    buffer,
-    peaks,
-    pieces,
-    count,
-    table,
-    parts,
-    histogram,
-    finer,
-    reached,
-    numbers,
-    before,
-    after,
-    GUARDED: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    THIRD: tl.constexpr,
-    BINS: tl.constexpr,
-    FIRST: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    buffer, peaks,
+    pieces, table,
+    histogram, finer, reached, numbers,
+    before, after,
+    GUARDED: tl.constexpr, SAMPLED: tl.constexpr, THIRD: tl.constexpr, BINS: tl.constexpr,
+    FIRST: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Count the next digits of elements that share the digits of the k-th largest so far.
 
     ``before`` and ``after`` hold these digits, and which of the elements that share them is the
     k-th. All programs of a part store the same.
     """
-    part, at, stop = piece_of(pieces, count, tl.program_id(0))
-    idle = is_idle(peaks, table, parts, part, GUARDED)
+    part, at, stop, _ = piece_of(pieces, tl.program_id(0))
+    idle = is_idle(peaks, table, part, GUARDED)
     if THIRD:
         counts = tl.load(histogram + part * BINS + tl.arange(0, BINS))
-        wanted = tl.load(before + parts + part)
+        wanted = tl.load(before + 2 * part + 1)
         digit, left = digit_of(counts, wanted, BINS)
-        prefix = (tl.load(before + part) << 11) | digit
+        prefix = (tl.load(before + 2 * part) << 11) | digit
     else:
         counts = tl.load(histogram + part * FIRST + tl.arange(0, FIRST))
-        wanted = column(table, 3, parts, part)
+        wanted = field(table, part, 3)
         if SAMPLED:
-            least = column(table, 6, parts, part)
-            found = tl.load(reached + part)
+            least = field(table, part, 6)
+            found = tl.load(reached + 5 * part)
             for level in tl.static_range(1, 5):
-                more = tl.load(reached + level * parts + part)
+                more = tl.load(reached + 5 * part + level)
                 found = tl.where(found < least, more, found)
             wanted = tl.minimum(wanted, found)
             tl.store(numbers + part, wanted)
         prefix, left = digit_of(counts, wanted, FIRST)
         if SAMPLED:
             prefix = tl.where(wanted > 0, prefix, FIRST)  # none has it, and none is sent
-    tl.store(after + part, prefix)
-    tl.store(after + parts + part, left)
+    tl.store(after + 2 * part, prefix)
+    tl.store(after + 2 * part + 1, left)
     while at < stop:
         here = at + tl.arange(0, ROW)
         inside = here < stop
@@ -281,43 +235,30 @@ def next_digit(
 
 @kernel()
 def count_pieces(
-    buffer,
-    peaks,
-    pieces,
-    count,
-    table,
-    parts,
-    histogram,
-    before,
-    limits,
-    larger,
-    equal,
-    numbers,
-    total,
-    flag,
-    sent_flag,
-    GUARDED: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    BINS: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    buffer, peaks,
+    pieces, table,
+    histogram, before,
+    limits, larger, equal, numbers, total,
+    flag, sent_flag,
+    GUARDED: tl.constexpr, SAMPLED: tl.constexpr, BINS: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Count elements above the k-th largest and equal to it; store it, and how many are needed."""
     piece = tl.program_id(0)
-    part, at, stop = piece_of(pieces, count, piece)
-    idle = is_idle(peaks, table, parts, part, GUARDED)
+    part, at, stop, _ = piece_of(pieces, piece)
+    idle = is_idle(peaks, table, part, GUARDED)
     counts = tl.load(histogram + part * BINS + tl.arange(0, BINS))
-    digit, needed = digit_of(counts, tl.load(before + parts + part), BINS)
-    limit = (tl.load(before + part) << 11) | digit
+    digit, needed = digit_of(counts, tl.load(before + 2 * part + 1), BINS)
+    limit = (tl.load(before + 2 * part) << 11) | digit
     if SAMPLED:
         number = tl.load(numbers + part)
         limit = tl.where(number > 0, limit, 0x7FFFFFFF)
         needed = tl.where(number > 0, needed, 0)
-        if at == column(table, 1, parts, part):
+        if at == field(table, part, 1):
             tl.atomic_add(total, number)
         if piece == 0:
             tl.store(sent_flag, tl.load(flag))
-    tl.store(limits + part, limit)
-    tl.store(limits + parts + part, needed)
+    tl.store(limits + 2 * part, limit)
+    tl.store(limits + 2 * part + 1, needed)
     above = tl.zeros([ROW], tl.int32)
     same = tl.zeros([ROW], tl.int32)
     while at < stop:
@@ -334,35 +275,21 @@ def count_pieces(
 
 @kernel()
 def count_reaching(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    pieces,
-    count,
-    table,
-    parts,
-    limits,
-    larger,
-    equal,
-    numbers,
-    total,
-    flag,
-    sent_flag,
-    ADD: tl.constexpr,
-    GUARDED: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    buffer, grad, decay, gain, peaks,
+    pieces, table,
+    limits, larger, equal, numbers, total,
+    flag, sent_flag,
+    ADD: tl.constexpr, GUARDED: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Add the gradient, and count elements that reach their part's limit."""
     piece = tl.program_id(0)
-    part, at, stop = piece_of(pieces, count, piece)
-    idle = is_idle(peaks, table, parts, part, GUARDED)
+    part, at, stop, _ = piece_of(pieces, piece)
+    idle = is_idle(peaks, table, part, GUARDED)
     if piece == 0:
         tl.store(sent_flag, tl.load(flag))
-    limit = column(table, 7, parts, part) - 1
-    tl.store(limits + part, limit)
-    tl.store(limits + parts + part, 0)
+    limit = field(table, part, 7) - 1
+    tl.store(limits + 2 * part, limit)
+    tl.store(limits + 2 * part + 1, 0)
     above = tl.zeros([ROW], tl.int32)
     while at < stop:
         here = at + tl.arange(0, ROW)
@@ -383,35 +310,16 @@ def count_reaching(
 
 @kernel()
 def move_chosen(
-    buffer,
-    peaks,
-    pieces,
-    count,
-    table,
-    parts,
-    limits,
-    numbers,
-    larger,
-    equal,
-    values,
-    positions,
-    number,
-    bitmap,
-    zeroed,
-    length,
-    flag,
-    sent_flag,
-    padding,
-    padded,
-    seal_place,
-    seal,
-    KEEP: tl.constexpr,
-    GUARDED: tl.constexpr,
-    BFLOAT: tl.constexpr,
-    SEALED: tl.constexpr,
-    FOLD: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    buffer, peaks,
+    pieces, table,
+    limits, numbers, larger, equal,
+    values, positions, number,
+    bitmap, zeroed, length,
+    flag, sent_flag, padding, padded,
+    seal_place, seal,
+    KEEP: tl.constexpr, GUARDED: tl.constexpr, BFLOAT: tl.constexpr, SEALED: tl.constexpr,
+    FOLD: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Move what is sent out of the buffer, ascending; of equal magnitudes the first are sent.
 
     Also zero ``zeroed`` bytes of the bitmap, and write the end of the message.
@@ -423,11 +331,11 @@ def move_chosen(
             tl.store(seal_place, seal)
             tl.store(seal_place + 1, -1)  # a seal is negative
     clear(bitmap, piece, zeroed, length, ROW)
-    part, at, stop = piece_of(pieces, count, piece)
-    idle = is_idle(peaks, table, parts, part, GUARDED)
-    limit = tl.load(limits + part)
-    needed = tl.load(limits + parts + part)
-    first = column(table, 8, parts, part)
+    part, at, stop, _ = piece_of(pieces, piece)
+    idle = is_idle(peaks, table, part, GUARDED)
+    limit = tl.load(limits + 2 * part)
+    needed = tl.load(limits + 2 * part + 1)
+    first = field(table, part, 8)
     start = sum_of(numbers, 0, part, FOLD) + sum_of(larger, first, piece, FOLD)
     ties = sum_of(equal, first, piece, FOLD)
     while at < stop:
@@ -465,31 +373,14 @@ def move_chosen(
 
 @kernel()
 def take_chunks(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    tiles,
-    count,
-    table,
-    parts,
-    values,
-    positions,
-    bitmap,
-    zeroed,
-    length,
-    flag,
-    sent_flag,
-    padding,
-    padded,
-    ADD: tl.constexpr,
-    KEEP: tl.constexpr,
-    GUARDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    buffer, grad, decay, gain, peaks,
+    tiles, table,
+    values, positions,
+    bitmap, zeroed, length,
+    flag, sent_flag, padding, padded,
+    ADD: tl.constexpr, KEEP: tl.constexpr, GUARDED: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Add the gradient, and move the largest of each of ROWS chunks out of the buffer.
 
     Also zero ``zeroed`` bytes of the bitmap, and write the end of the message.
@@ -498,14 +389,14 @@ def take_chunks(
     if tile == 0:
         end_message(flag, sent_flag, padding, padded)
     clear(bitmap, tile, zeroed, length, ROW)
-    part = tl.load(tiles + tile)
-    chunk = tl.load(tiles + count + tile) + tl.arange(0, ROWS)
-    stop = column(table, 2, parts, part)
-    size = column(table, 4, parts, part)
-    number = column(table, 5, parts, part)
-    idle = is_idle(peaks, table, parts, part, GUARDED)
-    begin = column(table, 1, parts, part) + chunk * size
-    wanted = tl.where(begin + size <= stop, number, column(table, 6, parts, part))
+    part = tl.load(tiles + 2 * tile)
+    chunk = tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
+    stop = field(table, part, 2)
+    size = field(table, part, 4)
+    number = field(table, part, 5)
+    idle = is_idle(peaks, table, part, GUARDED)
+    begin = field(table, part, 1) + chunk * size
+    wanted = tl.where(begin + size <= stop, number, field(table, part, 6))
     wanted = tl.where(begin < stop, wanted, 0)
     lane = tl.arange(0, WIDTH)[None, :]
     here = begin[:, None] + lane  # (ROWS, WIDTH)
@@ -522,7 +413,7 @@ def take_chunks(
     equal = tl.where(bits == limit[:, None], 1, 0)
     needed = wanted - tl.sum(tl.where(above, 1, 0), axis=1)
     chosen = above | ((equal == 1) & (tl.cumsum(equal, axis=1) <= needed[:, None]))
-    first = column(table, 9, parts, part) + chunk * number
+    first = field(table, part, 9) + chunk * number
     rank = first[:, None] + tl.cumsum(tl.where(chosen, 1, 0), axis=1) - 1
     sent = x
     if KEEP:
@@ -557,8 +448,8 @@ class Source:
 
     def __init__(self, buffer: Tensor, selection: Selection, pending: Pending | None) -> None:
         self.buffer, self.selection, self.pending = buffer, selection, pending
-        self.pieces, self.table, _ = selection.on(buffer.device)
-        self.parts, self.count = len(selection.rows), self.pieces.shape[1]
+        self.pieces, self.table, self.numbers, _ = selection.on(buffer.device)
+        self.parts, self.count = len(selection.rows), len(self.pieces)
         self.add = pending is not None and pending.grad is not None
         self.kind = {"GUARDED": pending is not None, "ROW": ROW}
 
@@ -566,11 +457,6 @@ class Source:
     def addition(self) -> tuple[Tensor, Tensor, float, float, Tensor]:
         """The buffer, the gradient to add and its weights, and the peaks."""
         return given(self.buffer, self.pending)
-
-    @property
-    def places(self) -> tuple[Tensor, int, Tensor, int]:
-        """The pieces and the table, and how many there are of each."""
-        return self.pieces, self.count, self.table, self.parts
 
 
 class Counts:
@@ -596,7 +482,7 @@ class Counts:
         else:
             work, flags = pending.work.take(sum(sizes)), int(pending.flagged)
         self.head, *rest = work.split(sizes)
-        self.numbers = source.table[3] if rule in ("largest", "chunks") else rest.pop(0)
+        self.numbers = source.numbers if rule in ("largest", "chunks") else rest.pop(0)
         self.histograms = rest
         self.limits, self.larger, self.equal = buffer.new_empty(
             2 * (source.parts + source.count), dtype=torch.int32
@@ -613,23 +499,24 @@ def count(source: Source, step: int) -> Counts:
     rule, add = source.selection.rule, {"ADD": source.add}
     if rule == "chunks":  # their numbers are fixed
         return counts
+    places = source.pieces, source.table
     found = counts.limits, counts.larger, counts.equal, counts.numbers
     ends = *found, counts.head, counts.flag, counts.sent_flag
     if rule == "reaching":
-        launch(count_reaching, grid, *source.addition, *source.places, *ends, **add, **kind)
+        launch(count_reaching, grid, *source.addition, *places, *ends, **add, **kind)
         return counts
     first, second, third, reached = counts.histograms
     thresholds, sampled = source.buffer, {"SAMPLED": rule == "sampled"}
     if rule == "sampled":
         thresholds = source.buffer.new_empty(source.parts)
-        read = *source.addition, source.table, source.parts
+        read = *source.addition, source.table
         launch(
             sample_thresholds, (source.parts,), *read, step, thresholds, **add, BINS=BINS, **kind
         )
     launch(
         first_digit,
         grid,
-        *(*source.addition, *source.places, first, thresholds, reached),
+        *(*source.addition, *places, first, thresholds, reached),
         *(FACTOR**i for i in range(1, CORRECTIONS + 1)),
         **(add | kind | sampled | WIDE),
         FIRST=FIRST,
@@ -643,13 +530,13 @@ def count(source: Source, step: int) -> Counts:
         launch(
             next_digit,
             grid,
-            *(bucket, peaks, *source.places, histogram, finer, reached, counts.numbers),
+            *(bucket, peaks, *places, histogram, finer, reached, counts.numbers),
             *(before, after),
             **kind,
             THIRD=is_third,
             FIRST=FIRST,
         )
-    launch(count_pieces, grid, bucket, peaks, *source.places, third, two, *ends, **kind)
+    launch(count_pieces, grid, bucket, peaks, *places, third, two, *ends, **kind)
     return counts
 
 
@@ -674,10 +561,9 @@ def move(
         tiles, rows, width = source.selection.tiles(device)
         launch(
             take_chunks,
-            (tiles.shape[1],),
-            *(*source.addition, tiles, tiles.shape[1], source.table, source.parts),
-            *(values, positions),
-            *(bitmap, triton.cdiv(bitmap.numel(), tiles.shape[1]), bitmap.numel(), *ending),
+            (len(tiles),),
+            *(*source.addition, tiles, source.table, values, positions),
+            *(bitmap, triton.cdiv(bitmap.numel(), len(tiles)), bitmap.numel(), *ending),
             ADD=source.add,
             **kind,
             ROWS=rows,
@@ -690,7 +576,7 @@ def move(
     launch(
         move_chosen,
         (source.count,),
-        *(bucket, peaks, *source.places, counts.limits, counts.numbers),
+        *(bucket, peaks, source.pieces, source.table, counts.limits, counts.numbers),
         *(counts.larger, counts.equal, values.view(torch.int16) if bfloat else values, positions),
         *(number, bitmap, triton.cdiv(bitmap.numel(), source.count), bitmap.numel(), *ending),
         *(counts.head if seal is None else payload.seal.view(torch.int32), _low_word(seal)),

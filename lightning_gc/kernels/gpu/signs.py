@@ -6,43 +6,19 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Packed
 from lightning_gc.core.segments import PIECE, Pending
+from lightning_gc.kernels.gpu import tiling
 from lightning_gc.kernels.gpu.launch import end_message, kernel, launch, word
+from lightning_gc.kernels.gpu.positions import sum_of
 from lightning_gc.kernels.gpu.segments import compensated, flags_of, left_of, sample
-from lightning_gc.kernels.gpu.shards import (
-    BLOCKS,
-    CODES,
-    SHARD,
-    Tiles,
-    arrivals,
-    attempt_shards,
-    cell,
-    field_at,
-    flagged,
-    is_idle,
-    source,
-    target,
-    tile_of,
-)
-from lightning_gc.kernels.signs import (
-    LANES,
-    SUMS,
-    Levels,
-    SignTable,
-    by_torch,
-    coins,
-    least_of,
-    share_of,
-)
+from lightning_gc.kernels.shards import Payloads
+from lightning_gc.kernels.signs import LANES, SUMS, SignTable, attempt, least_of
 
 GROUPS = 128
 """Groups of eight elements that a program reads at a time."""
@@ -69,20 +45,8 @@ def mean_of(sums, first, pieces, share, SUMS: tl.constexpr, LEVELS: tl.constexpr
 
 
 @triton.jit
-def count_of(numbers, first, pieces, SUMS: tl.constexpr):
-    """Return the sum of a parameter's ``pieces`` numbers."""
-    total = tl.zeros([SUMS], tl.int32)
-    at = 0
-    while at < pieces:
-        lane = at + tl.arange(0, SUMS)
-        total += tl.load(numbers + first + lane, mask=lane < pieces, other=0)
-        at += SUMS
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
 def levels_of(
-    sums, negatives, count, first, pieces, numel,
+    sums, lows, negatives, first, pieces, numel,
     SPLIT: tl.constexpr, VOTE: tl.constexpr, PIECE: tl.constexpr, SUMS: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
@@ -93,9 +57,9 @@ def levels_of(
     else:
         fewer = 0
         if SPLIT:
-            fewer = count_of(negatives, first, pieces, SUMS)
+            fewer = sum_of(negatives, first, first + pieces, SUMS)
             share = PIECE * tl.div_rn(1.0, tl.maximum(fewer, 1).to(tl.float32))
-            below = mean_of(sums + count, first, pieces, share, SUMS, LEVELS)
+            below = mean_of(lows, first, pieces, share, SUMS, LEVELS)
         share = PIECE * tl.div_rn(1.0, tl.maximum(numel - fewer, 1).to(tl.float32))
         above = mean_of(sums, first, pieces, share, SUMS, LEVELS)
         if SPLIT == 0:
@@ -113,32 +77,19 @@ def coins_of(key, step, places):
 
 @kernel()
 def sum_pieces(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    tiles,
-    count,
-    parts,
-    number,
+    buffer, grad, decay, gain, peaks,
+    tiles, parts,
     least,
-    sums,
-    negatives,
-    ADD: tl.constexpr,
-    MEAN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    VOTE: tl.constexpr,
-    PIECE: tl.constexpr,
-    LANES: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
+    sums, lows, negatives,
+    ADD: tl.constexpr, MEAN: tl.constexpr, SPLIT: tl.constexpr, VOTE: tl.constexpr,
+    PIECE: tl.constexpr, LANES: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
     """Add a piece's magnitudes; with SPLIT its elements below 0 and the others, and count them.
 
     With VOTE count magnitudes above ``least``.
     """
     piece = tl.program_id(0)
-    _, at, start, there, numel = tile_of(tiles, count, parts, number, piece, MEAN)
+    _, at, start, there, numel = tiling.tile_of(tiles, parts, piece, MEAN)
     stop = tl.minimum(at + PIECE, numel)
     above = tl.zeros([LANES], tl.float32)
     below = tl.zeros([LANES], tl.float32)
@@ -158,45 +109,24 @@ def sum_pieces(
         at += LANES
     tl.store(sums + piece, in_pairs(above, LEVELS))
     if SPLIT:
-        tl.store(sums + count + piece, in_pairs(below, LEVELS))
+        tl.store(lows + piece, in_pairs(below, LEVELS))
         tl.store(negatives + piece, tl.sum(fewer, axis=0))
 
 
 @kernel()
 def take_signs(
-    buffer,
-    grad,
-    decay,
-    gain,
-    peaks,
-    tiles,
-    count,
-    parts,
-    number,
+    buffer, grad, decay, gain, peaks,
+    tiles, parts,
     least,
-    sums,
-    negatives,
-    keys,
-    step,
-    signs,
-    signs_apart,
-    means,
-    messages,
-    flag,
-    sent_flag,
-    padding,
-    length,
+    sums, lows, negatives,
+    keys, step,
+    signs, signs_apart, means, messages,
+    flag, sent_flag, padding, length,
     own,
-    ADD: tl.constexpr,
-    KEEP: tl.constexpr,
-    MEAN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    VOTE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PIECE: tl.constexpr,
-    SUMS: tl.constexpr,
+    ADD: tl.constexpr, KEEP: tl.constexpr, MEAN: tl.constexpr, SPLIT: tl.constexpr,
+    VOTE: tl.constexpr, GROUPS: tl.constexpr, PIECE: tl.constexpr, SUMS: tl.constexpr,
     LEVELS: tl.constexpr,
-):
+):  # fmt: skip
     """Write a piece's signs, its parameter's means, and leave the difference.
 
     In the shard ``own`` numbers that are not finite stay for ``book``.
@@ -204,20 +134,20 @@ def take_signs(
     piece = tl.program_id(0)
     if piece < messages:
         end_message(flag, sent_flag, padding + piece.to(tl.int64) * signs_apart, length)
-    part, at, start, there, numel = tile_of(tiles, count, parts, number, piece, MEAN)
+    part, at, start, there, numel = tiling.tile_of(tiles, parts, piece, MEAN)
     stop = tl.minimum(at + PIECE, numel)
-    shard = cell(parts, number, part, SHARD)
-    signs += field_at(parts, number, part, CODES, signs_apart)
+    shard = tiling.cell(parts, part, tiling.SHARD)
+    signs += tiling.field_at(parts, part, tiling.CODES, signs_apart)
     means += shard.to(tl.int64) * (signs_apart // 4)
-    block = cell(parts, number, part, BLOCKS)
+    block = tiling.cell(parts, part, tiling.BLOCKS)
     first = piece - at // PIECE
     pieces = (numel + PIECE - 1) // PIECE
     below, above = levels_of(
-        sums, negatives, count, first, pieces, numel, SPLIT, VOTE, PIECE, SUMS, LEVELS
+        sums, lows, negatives, first, pieces, numel, SPLIT, VOTE, PIECE, SUMS, LEVELS
     )
     idle = part < 0
     if ADD:
-        idle = is_idle(peaks, parts, number, part)
+        idle = tiling.is_idle(peaks, parts, part)
         above = tl.where(idle, 0.0, above)
         below = tl.where(idle, 0.0, below)
     if piece == first:
@@ -250,38 +180,24 @@ def take_signs(
 
 @kernel()
 def average_signs(
-    signs,
-    signs_apart,
-    signs_shard,
-    means,
-    means_apart,
-    means_shard,
-    workers,
-    share,
-    out,
-    flags,
-    flags_apart,
-    senders,
-    tiles,
-    count,
-    parts,
-    number,
+    signs, signs_apart, signs_shard,
+    means, means_apart, means_shard,
+    workers, share, out,
+    flags, flags_apart, senders,
+    tiles, parts,
     least,
-    MEAN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    VOTE: tl.constexpr,
-    GROUPS: tl.constexpr,
+    MEAN: tl.constexpr, SPLIT: tl.constexpr, VOTE: tl.constexpr, GROUPS: tl.constexpr,
     PIECE: tl.constexpr,
-):
+):  # fmt: skip
     """Write a piece of the mean: all workers' levels, in their order.
 
     With VOTE it is the sign of the mean, and 0 where the mean is below ``least``.
     """
-    part, at, start, there, numel = tile_of(tiles, count, parts, number, tl.program_id(0), MEAN)
+    part, at, start, there, numel = tiling.tile_of(tiles, parts, tl.program_id(0), MEAN)
     stop = tl.minimum(at + PIECE, numel)
-    signs += field_at(parts, number, part, CODES, signs_shard)
-    means += cell(parts, number, part, SHARD).to(tl.int64) * means_shard
-    block = cell(parts, number, part, BLOCKS)
+    signs += tiling.field_at(parts, part, tiling.CODES, signs_shard)
+    means += tiling.cell(parts, part, tiling.SHARD).to(tl.int64) * means_shard
+    block = tiling.cell(parts, part, tiling.BLOCKS)
     weight = tl.zeros([GROUPS, 8], tl.float32) + share
     lane = tl.arange(0, 8)[None, :]
     while at < stop:
@@ -304,7 +220,7 @@ def average_signs(
             sender += 1
         if VOTE:
             total = tl.where(total >= least, 1.0, tl.where(total <= -least, -1.0, 0.0))
-        total = flagged(total, start + here, flags, flags_apart, senders, parts, number, part)
+        total = tiling.flagged(total, start + here, flags, flags_apart, senders, parts, part)
         tl.store(out + start + here, total, mask=here < there)
         at += 8 * GROUPS
 
@@ -313,26 +229,26 @@ class Table(SignTable):
     """Encodes and decodes parts of a bucket; see ``kernels.signs.SignTable``."""
 
     @functools.cached_property
-    def _tiles(self) -> Tiles:
-        return Tiles(self.layout, PIECE, self.device)
+    def _tiles(self) -> tiling.Tiles:
+        return tiling.Tiles(self.layout, PIECE, self.device)
 
     def _encode(
         self, packed: Sequence[Packed], buffer: Tensor, bucket: Bucket, mine: int | None
     ) -> None:
-        adds, keeps, given = source(buffer, bucket, mine)
+        adds, keeps, given = tiling.source(buffer, bucket, mine)
         grid, *table = self._tiles.table(mine)
         split, vote = self.levels == "means", self.levels == "votes"
         least = 0.0 if mine is None else least_of(bucket.workers)
-        sums = buffer.new_empty((1 + split) * self._tiles.of.shape[1])
+        sums = buffer.new_empty(1 + split, grid[0])
         negatives = self._tiles.of.new_empty(grid[0] if split else 1)
-        read = *given, *table, least, sums, negatives
+        read = *given, *table, least, sums, sums[-1], negatives
         kind = {"ADD": adds, "MEAN": mine is not None, "SPLIT": split, "VOTE": vote, "PIECE": PIECE}
         launch(sum_pieces, grid, *read, **kind, LANES=LANES, LEVELS=LANES.bit_length() - 1)
         launch(
             take_signs,
             grid,
             *(*read, self._tiles.keys(bucket) if vote else self._tiles.parts, bucket.step),
-            *target(packed, bucket),
+            *tiling.target(packed, bucket),
             **kind,
             KEEP=keeps,
             GROUPS=GROUPS,
@@ -341,17 +257,13 @@ class Table(SignTable):
         )
 
     def average(
-        self,
-        payloads: Sequence[Payload],
-        out: Tensor,
-        pending: Pending | None,
-        mine: int | None = None,
+        self, payloads: Payloads, out: Tensor, pending: Pending | None, mine: int | None = None
     ) -> bool:
         grid, *table = self._tiles.table(mine)
         launch(
             average_signs,
             grid,
-            *(*arrivals(self, payloads, mine), out, *flags_of(pending, out), *table),
+            *(*tiling.arrivals(self, payloads, mine), out, *flags_of(pending, out), *table),
             least_of(len(payloads)),
             MEAN=mine is not None,
             SPLIT=self.levels == "means",
@@ -363,37 +275,14 @@ class Table(SignTable):
 
 
 def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    parts, shapes = [("a", 0, 0, 500), ("b", 1, 500, 1000)], {"a": (500,), "b": (500,)}
-    grad = numbers.roll(250)
-    x = 0.5 * numbers + grad
-    used, negative = x[:500], x[:500] < 0
-    magnitude, fewer = by_torch(used.abs(), share_of(500)), int(negative.sum())
-    below = by_torch(used.where(negative, 0.0), share_of(fewer))
-    above = by_torch(used.where(~negative, 0.0), share_of(500 - fewer))
-    one, places = torch.ones_like(above), torch.arange(500, device=x.device)
-    sent: dict[Levels, tuple[Tensor, Tensor]] = {
-        "magnitude": (-magnitude, magnitude),
-        "means": (below, above),
-        "votes": (-one, one),
-    }
-    for levels, (low, high) in sent.items():
-        pending, left, out = replace(sample(numbers), grad=grad), numbers.clone(), numbers.clone()
-        bucket, split = Bucket(numbers, shapes, pending=pending), levels == "means"
-        table = Table(parts, levels, numbers.device)
-        ((signs, means),) = table.encode(left, bucket)
-        value = torch.cat([torch.where(negative, low, high), torch.zeros_like(x[500:])])
-        tossed = coins(bucket.key("b"), 0, places)
-        idle = tossed if levels == "votes" else torch.ones_like(negative)
-        yield signs, torch.cat([pack(part.to(torch.uint8), 1) for part in (~negative, idle)])
-        yield means, torch.stack([*[low, high][1 - split :], *torch.zeros_like(means[: 1 + split])])
-        yield left, x - value
-        table.average([(signs, means)] * 2, out, pending)
-        yield out, value
+    yield from attempt(
+        Table, numbers, lambda: replace(sample(numbers), grad=numbers.roll(numbers.numel() // 4))
+    )
 
 
 def _shards(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     parts = [("a", 0, 0, 500), ("b", 1, 500, 1000)]
-    yield from attempt_shards(numbers, Table(parts, "means", numbers.device, 2))
+    yield from tiling.attempt_shards(numbers, Table(parts, "means", numbers.device, 2))
 
 
 ATTEMPTS = {"signs": _attempt, "shards of signs": _shards}

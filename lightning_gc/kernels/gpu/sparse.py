@@ -18,8 +18,8 @@ from lightning_gc.kernels.gpu import selection as selecting
 from lightning_gc.kernels.gpu.casts import from_half
 from lightning_gc.kernels.gpu.launch import kernel, launch
 from lightning_gc.kernels.gpu.positions import code as code  # as in ``kernels.host.sparse``
-from lightning_gc.kernels.gpu.segments import ROW, arrived, flags_of, sample
-from lightning_gc.kernels.gpu.selection import Counts, Source, column, piece_of
+from lightning_gc.kernels.gpu.segments import ROW, arrived, flags_of, piece_of, sample
+from lightning_gc.kernels.gpu.selection import Counts, Source, field
 from lightning_gc.kernels.sparse import Row, Selection
 
 PAYLOAD_BLOCK = 512
@@ -52,29 +52,14 @@ def add(out: Tensor, positions: Tensor, values: Tensor, scale: float) -> None:
 
 @kernel()
 def add_all(
-    values,
-    apart,
-    counts,
-    counts_apart,
-    positions,
-    most,
-    wrong,
-    workers,
-    share,
-    out,
-    flags,
-    flags_apart,
-    senders,
-    starts,
-    pieces,
-    count,
-    table,
-    parts,
-    BFLOAT: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    values, apart, counts, counts_apart,
+    positions, most, wrong,
+    workers, share, out,
+    flags, flags_apart, senders, starts, pieces, table,
+    BFLOAT: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Write a piece of the mean: zeros, and each worker's elements, in the workers' order."""
-    part, start, stop = piece_of(pieces, count, tl.program_id(0))
+    part, start, stop, _ = piece_of(pieces, tl.program_id(0))
     at = start
     while at < stop:
         here = at + tl.arange(0, ROW)
@@ -117,7 +102,7 @@ def add_all(
             here = at + tl.arange(0, ROW)
             tl.store(out + here, tl.zeros([ROW], tl.float32) + float("nan"), mask=here < stop)
             at += ROW
-    elif start == tl.load(starts + column(table, 0, parts, part)):
+    elif start == tl.load(starts + field(table, part, 0)):
         tl.store(out + start, tl.load(out + start) + arrived(flags, flags_apart, senders))
 
 
@@ -254,7 +239,7 @@ def average(
         selection: has the places of the parts.
         pending: the engine's work.
     """
-    pieces, table, most = selection.on(out.device)
+    pieces, table, _, most = selection.on(out.device)
     numbers = [payload[0].numel() for payload in payloads]
     values, apart, _ = _rows([payload[0] for payload in payloads], numbers, 0)
     width = values.element_size()
@@ -267,11 +252,10 @@ def average(
     bfloat = values.dtype == torch.bfloat16
     launch(
         add_all,
-        (pieces.shape[1],),
+        (len(pieces),),
         *(values.view(torch.int16) if bfloat else values, apart, *counted),
         *(positions, longest, wrong, workers, 1 / workers, out),
-        *(*flags_of(pending, out), pending.segments.starts),
-        *(pieces, pieces.shape[1], table, len(selection.rows)),
+        *(*flags_of(pending, out), pending.segments.starts, pieces, table),
         BFLOAT=bfloat,
         ROW=ROW,
     )

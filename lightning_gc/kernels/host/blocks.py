@@ -17,7 +17,7 @@ from lightning_gc.kernels.blocks import RANGE, BlockCode
 from lightning_gc.kernels.host.levels import pack_codes, unpack_codes
 from lightning_gc.kernels.host.segments import jit, multiply_add, pointer
 from lightning_gc.kernels.host.signs import in_pairs
-from lightning_gc.kernels.shards import Layout, ShardTable
+from lightning_gc.kernels.shards import Layout, Parts, Payloads, ShardTable
 
 TOGETHER = 8
 """Blocks that are packed together, so that they end with a byte."""
@@ -38,11 +38,7 @@ class Table(ShardTable):
     guards = cuts = False
 
     def __init__(
-        self,
-        parts: Sequence[tuple[str, int, int, int]],
-        code: BlockCode,
-        device: torch.device,
-        shards: int = 1,
+        self, parts: Parts, code: BlockCode, device: torch.device, shards: int = 1
     ) -> None:
         layout = Layout(parts, code.bits, code.block_size, shards)
         super().__init__(layout, *[layout.blocks] * code.numbers)
@@ -62,18 +58,14 @@ class Table(ShardTable):
         packed[0].padding.zero_()
 
     def average(
-        self,
-        payloads: Sequence[Payload],
-        out: Tensor,
-        pending: Pending | None,
-        mine: int | None = None,
+        self, payloads: Payloads, out: Tensor, pending: Pending | None, mine: int | None = None
     ) -> bool:
         return self._add(payloads, out, 1 / len(payloads), fresh=True)
 
     def add(self, payload: Payload, out: Tensor, scale: float) -> bool:
         return self._add([payload], out, scale, fresh=False)
 
-    def _add(self, payloads: Sequence[Payload], out: Tensor, scale: float, *, fresh: bool) -> bool:
+    def _add(self, payloads: Payloads, out: Tensor, scale: float, *, fresh: bool) -> bool:
         kept = [[tensor.contiguous() for tensor in payload] for payload in payloads]
         places = np.array([[tensor.data_ptr() for tensor in each] for each in kept], np.uint64)
         lengths = self.layout.codes, self.layout.blocks

@@ -31,7 +31,7 @@ from lightning_gc.kernels.host.segments import (
     times,
     weights,
 )
-from lightning_gc.kernels.shards import LevelTable
+from lightning_gc.kernels.shards import LevelTable, Payloads
 
 _NONE = np.zeros(1, np.bool_)
 CHUNK = 2048  # elements whose codes and random numbers lie in the first cache
@@ -93,11 +93,7 @@ class Table(LevelTable):
             pending.end(packed[0])
 
     def average(
-        self,
-        payloads: Sequence[Payload],
-        out: Tensor,
-        pending: Pending | None,
-        mine: int | None = None,
+        self, payloads: Payloads, out: Tensor, pending: Pending | None, mine: int | None = None
     ) -> bool:
         sound = self._add(payloads, out, 1 / len(payloads), fresh=True)
         if pending is not None:
@@ -107,7 +103,7 @@ class Table(LevelTable):
     def add(self, payload: Payload, out: Tensor, scale: float) -> bool:
         return self._add([payload], out, scale, fresh=False)
 
-    def _add(self, payloads: Sequence[Payload], out: Tensor, scale: float, *, fresh: bool) -> bool:
+    def _add(self, payloads: Payloads, out: Tensor, scale: float, *, fresh: bool) -> bool:
         codes, norms = ([t.contiguous() for t in each] for each in zip(*payloads, strict=True))
         arrays = addresses(codes), addresses(norms), out.numpy(), self._rows
         return bool(_add(*arrays, self.block_size, self.bits, np.float32(scale), fresh))

@@ -126,7 +126,7 @@ def clean(error):
 
 def poison(out: Tensor, pending: Pending) -> None:
     """Add the flags that have arrived to the first element of each parameter."""
-    if not all(np.isfinite(flag.item()) for flag in pending.flags):
+    if not np.isfinite([flag.item() for flag in pending.flags]).all():
         out.index_fill_(0, pending.segments.starts, float("nan"))
 
 
@@ -139,8 +139,7 @@ def take(buffer: Tensor, table: Tensor, taken: Tensor, pending: Pending) -> None
 
 @jit
 def _take(buffer, grad, peaks, table, taken, decay, gain, add):
-    for piece in range(table.shape[1]):
-        segment, start, stop, place = table[:, piece]
+    for segment, start, stop, place in table:
         mine, sent = buffer[start:stop], taken[place : place + stop - start]
         if add:
             compensate(mine, grad[start:stop], decay, gain)
@@ -161,8 +160,7 @@ def put(taken: Sequence[Tensor], out: Tensor, table: Tensor, pending: Pending) -
 
 @jit
 def _put(places, numel, share, out, table):
-    for piece in range(table.shape[1]):
-        _, start, stop, place = table[:, piece]
+    for _, start, stop, place in table:
         part = out[start:stop]
         first = True
         for address in places:
@@ -185,8 +183,7 @@ def book(buffer: Tensor, mean: Tensor, times: int, table: Tensor, pending: Pendi
 
 @jit
 def _book(buffer, mean, peaks, table, times, add):
-    for piece in range(table.shape[1]):
-        segment, start, stop, place = table[:, piece]
+    for segment, start, stop, place in table:
         mine, left = buffer[start:stop], mean[place : place + stop - start]
         clean(left)
         if add and peaks[segment] == 0:  # the error is added when the sum has been rounded

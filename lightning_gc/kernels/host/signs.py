@@ -10,13 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gc.core.bit_packing import pack
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Packed
 from lightning_gc.core.segments import PIECE, Pending
 from lightning_gc.kernels.host.segments import jit, magnitude, multiply_add, times
-from lightning_gc.kernels.signs import LANES, SUMS, Levels, SignTable, least_of
+from lightning_gc.kernels.shards import Payloads
+from lightning_gc.kernels.signs import (
+    LANES,
+    SUMS,
+    SignTable,
+    attempt,
+    by_torch,
+    least_of,
+    share_of,
+)
 
 _BLOCK = 2048  # elements whose signs lie in the first cache
 _SPREAD = ((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.uint8).view(np.uint64)[:, 0]
@@ -76,11 +83,7 @@ class Table(SignTable):
         return np.array([bucket.key(name) for name in names], np.uint64)
 
     def average(
-        self,
-        payloads: Sequence[Payload],
-        out: Tensor,
-        pending: Pending | None,
-        mine: int | None = None,
+        self, payloads: Payloads, out: Tensor, pending: Pending | None, mine: int | None = None
     ) -> bool:
         places = self._places if mine is None else [self._in_row(mine)]
         for shard, own in enumerate(places):
@@ -284,39 +287,9 @@ def _add_levels(out, flags, below, above, share):
 
 
 def _attempt(numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield results of all kernels for ``numbers`` beside torch's."""
-    from lightning_gc.kernels import signs as reference
-
-    size = numbers.numel()
-    share = reference.share_of(size)
-    negative = numbers < 0
-    magnitude = reference.by_torch(numbers.abs(), share)
-    yield mean(numbers.abs(), share), magnitude
-    fewer = negative.sum()
-    halves = (numbers.clamp(max=0), fewer), (numbers.clamp(min=0), size - fewer)
-    split = [reference.by_torch(x, reference.share_of(int(count))) for x, count in halves]
-    bucket, one = Bucket(numbers, {"a": (size,)}), torch.ones_like(magnitude)
-    layouts: dict[Levels, tuple[Tensor, Tensor]] = {
-        "magnitude": (-magnitude, magnitude),
-        "means": (split[0], split[1]),
-        "votes": (-one, one),
-    }
-    for levels, (low, high) in layouts.items():
-        left, out = numbers.clone(), numbers.clone()
-        parts = [("a", 0, 0, size)]
-        table, positive = Table(parts, levels, numbers.device), ~negative
-        if levels == "votes":
-            (zeros,) = (numbers == 0).nonzero(as_tuple=True)
-            positive[zeros] = reference.coins(bucket.key("a"), 0, zeros)
-        ((signs, sent),) = table.encode(left, bucket)
-        value = torch.where(positive, high, low)
-        yield signs, pack(positive.to(torch.uint8), 1)
-        yield sent, torch.stack([low, high][1 - (levels == "means") :])
-        yield left, numbers - value
-        table.average([(signs, sent)] * 3, out, None)
-        third = torch.zeros_like(value).add_(value, alpha=1 / 3)
-        third.add_(value, alpha=1 / 3).add_(value, alpha=1 / 3)
-        yield out, value if levels == "votes" else third
+    share = share_of(numbers.numel())
+    yield mean(numbers.abs(), share), by_torch(numbers.abs(), share)
+    yield from attempt(Table, numbers)
 
 
 ATTEMPTS = {"signs": _attempt}

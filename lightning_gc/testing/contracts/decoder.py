@@ -1,6 +1,7 @@
 """Test that decoders do not trust bytes from the network (DecoderContract), by damaged payloads."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -50,6 +51,16 @@ def damaged(data: st.DataObject, payload: Payload, limits: Limits | None) -> Pay
     return tuple(changed)
 
 
+def changed(request: Request, change: Callable[[Payload, Limits | None], Payload]) -> Request:
+    """Return a request with all its payloads changed."""
+    if isinstance(request, Mean | MeanShard):
+        return type(request)(change(request.tensors, None))
+    if isinstance(request, Gather):
+        return request._replace(tensors=change(request.tensors, request.limits))
+    payloads = tuple(change(payload, request.limits) for payload in request.payloads)
+    return Exchange(payloads, request.limits)
+
+
 class Lying(Simulated):
     """Simulated workers; ``liar`` sends damaged payloads, a different one to each if it can."""
 
@@ -60,16 +71,8 @@ class Lying(Simulated):
 
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
         lies = list(requests)
-        lies[self.liar] = self._damaged(lies[self.liar])
+        lies[self.liar] = changed(lies[self.liar], partial(damaged, self.data))
         return super().fulfil(lies)
-
-    def _damaged(self, request: Request) -> Request:
-        if isinstance(request, Mean | MeanShard):
-            return type(request)(damaged(self.data, request.tensors, None))
-        if isinstance(request, Gather):
-            return request._replace(tensors=damaged(self.data, request.tensors, request.limits))
-        lies = tuple(damaged(self.data, payload, request.limits) for payload in request.payloads)
-        return Exchange(lies, request.limits)
 
 
 def with_liar(who: object, made: Callable[[], Lockstep], conversations: int) -> None:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from lightning_gc.compressors import Compressor, GTopK
-from lightning_gc.core import Exchange, Gather, Mean, MeanShard, Payload, Reply, Request
+from lightning_gc.core import Limits, Payload, Reply, Request
 from lightning_gc.memories import MomentumCorrection
 from lightning_gc.testing.contracts import cases
 from lightning_gc.testing.contracts.cases import broken, telling
+from lightning_gc.testing.contracts.decoder import changed
 from lightning_gc.testing.lockstep import Lockstep
 from lightning_gc.transports.simulated import Simulated
 
@@ -104,18 +105,11 @@ class Flooding(Simulated):
     def fulfil(self, requests: Sequence[Request]) -> list[Reply]:
         sent = list(requests)
         if self.before == 0:
-            sent[self.liar] = self._flooded(sent[self.liar])
+            sent[self.liar] = changed(sent[self.liar], self._filled)
         self.before -= 1
         return super().fulfil(sent)
 
-    def _flooded(self, request: Request) -> Request:
-        if isinstance(request, Mean | MeanShard):
-            return type(request)(self._filled(request.tensors))
-        if isinstance(request, Gather):
-            return request._replace(tensors=self._filled(request.tensors))
-        return Exchange(tuple(self._filled(each) for each in request.payloads), request.limits)
-
-    def _filled(self, payload: Payload) -> Payload:
+    def _filled(self, payload: Payload, limits: Limits | None) -> Payload:
         number = torch.tensor(self.value)
         return tuple(
             number.to(t.dtype).expand_as(t).clone() if t.is_floating_point() else t for t in payload

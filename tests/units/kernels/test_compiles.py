@@ -27,15 +27,15 @@ POINTERS = {
     "limits": "*i32", "larger": "*i32", "equal": "*i32", "total": "*i32", "coded": "*u8",
     "seal_place": "*i32", "wrong": "*i32", "columns": "*fp32", "bases": "*fp32", "least": "fp32",
     "arrivals": "*i32", "p": "*fp32", "q": "*fp32", "kept": "*fp32", "products": "*fp32",
-    "book": "*fp32", "top": "fp32",
+    "book": "*fp32", "top": "fp32", "lows": "*fp32",
     **{f"factor{i}": "fp32" for i in range(1, 5)},
 }  # fmt: skip
 FAMILIES = {
     "segments": {"mean": "*fp32"},
     "levels": {"mean": "*fp32", "most": "*i32"},
     "low_rank": {"before": "*fp32", "most": "fp32"},
-    "sparse": {"before": "*i32", "positions": "*i32", "tiles": "i32", "parts": "i32"},
-    "chunks": {"positions": "*i32", "parts": "i32"},
+    "sparse": {"before": "*i32", "positions": "*i32", "tiles": "i32"},
+    "chunks": {"positions": "*i32"},
     "blocks": {"numbers": "*fp32", "positions": "*i32"},
 }
 """Types of arguments that mean something else in other families."""

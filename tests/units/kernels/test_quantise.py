@@ -74,18 +74,18 @@ def test_the_first_tile_of_the_largest_tensor(bits: int) -> None:
         wanted, norms.cpu(), TILE, bits, out, 1.0, payload_validation.codes
     )
     ours, packed, sums = here(x), here(torch.zeros_like(wanted)), here(torch.zeros(TILE))
-    tiles = here(torch.zeros(2, 1, dtype=torch.int32)), 1
-    part = here(torch.tensor([[0, 0, 0, numel, numel, 0, 0, 0, 0]]).T.contiguous()), 1
+    tiles = here(torch.zeros(1, 2, dtype=torch.int32))
+    part = here(torch.tensor([[0, 0, 0, numel, numel, 0, 0, 0, 0]]))
     kind: dict[str, Any] = {"MEAN": False, "BITS": bits, "TILE": TILE, **EXACT}
     # One norm for all: the block is as large as the tensor.
     round_tiles[(1,)](
-        *(ours, ours, 1.0, 1.0, ours, *tiles, *part, part[0], 0, numel),
+        *(ours, ours, 1.0, 1.0, ours, tiles, part, part, 0, numel),
         *(norms.view(torch.int32), 1, packed, 0, here(norms), 0, norms, norms, packed, 0, -1),
         **kind,
         **{"ADD": False, "KEEP": True, "NEAREST": True, "BLOCK": 0},
     )
     read = packed, 0, 0, norms, 0, 0, 1, 1.0, sums, norms, 0, 0
-    average_tiles[(1,)](*read, *tiles, *part, numel, FRESH=False, **kind)
+    average_tiles[(1,)](*read, tiles, part, numel, FRESH=False, **kind)
     assert same(packed, wanted)
     assert same(ours, left)
     assert same(sums, out)

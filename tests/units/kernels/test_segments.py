@@ -105,11 +105,11 @@ def test_messages_may_lie_gigabytes_apart(kernel: str, monkeypatch: pytest.Monke
 
     flat, apart = torch.zeros(16), 1 << 30
     flags, halves = torch.zeros(1), torch.zeros(16, dtype=torch.int16)
-    table = torch.tensor([[0], [0], [16], [0]], dtype=torch.int32)
+    table = torch.tensor([[0, 0, 16, 0]], dtype=torch.int32)
     starts = torch.zeros(1, dtype=torch.int64)
     bases = [t.data_ptr() for t in (flat, flags, halves, table, starts)]
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", recorded)
-    out, rest = torch.zeros(16), (flags, apart, 3, starts, table, 1)
+    out, rest = torch.zeros(16), (flags, apart, 3, starts, table)
     if kernel == "average_pieces":
         given = halves, apart, 3, 1 / 3, out, *rest
         casts.average_pieces[(1,)](*given, BFLOAT=True, ROW=16)

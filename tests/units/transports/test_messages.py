@@ -224,7 +224,7 @@ def test_without_other_workers_a_text_is_its_own_broadcast() -> None:
 def test_sums_over_shards_name_the_ranks_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of the ranks 4 and 5; which of all it is says nothing of whom it waits for."""
 
-    def fail(tensor: Tensor, group: Any) -> None:
+    def fail(tensor: Tensor, group: Any, **_: Any) -> None:
         raise RuntimeError("gloo: Connection closed by peer")
 
     fakes = {"get_rank": lambda group=None: 5 if group is None else 1, "all_reduce": fail}

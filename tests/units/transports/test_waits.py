@@ -22,9 +22,12 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Distributed:
     def repeat(out: Tensor, own: Tensor, **_: Any) -> None:
         out.copy_(own.repeat(WORKERS))
 
+    def summed(flat: Tensor, group: Any, async_op: bool) -> None:
+        flat.mul_(WORKERS)
+
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: WORKERS)
-    monkeypatch.setattr(dist, "all_reduce", lambda flat, group: flat.mul_(WORKERS))
+    monkeypatch.setattr(dist, "all_reduce", summed)
     monkeypatch.setattr(dist, "all_to_all_single", lambda out, own, **_: out.copy_(own))
     monkeypatch.setattr(distributed, "_all_gather", repeat)
     return Distributed()

@@ -11,56 +11,56 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gc.core.bucket import Bucket
-from lightning_gc.core.flow import Payload
 from lightning_gc.core.message import Packed, evenly, joined
 from lightning_gc.kernels.gpu.segments import arrived, given, sample
-from lightning_gc.kernels.shards import Layout, Row, ShardTable
+from lightning_gc.kernels.shards import Layout, Payloads, Row, ShardTable
 
 PLACE, BEGIN, START, STOP, NUMEL, CODES, BLOCKS, SHARD, IN_ROW = map(tl.constexpr, range(9))
-"""Rows of ``Tiles.parts``: the fields of ``kernels.shards.Row``."""
+"""Columns of ``Tiles.parts``: the fields of ``kernels.shards.Row``."""
+FIELDS = tl.constexpr(9)
 
 
 @triton.jit
-def cell(parts, number, part, ROW: tl.constexpr):
+def cell(parts, part, ROW: tl.constexpr):
     """Return an entry of ``Tiles.parts`` that fits into 32 bits."""
-    return tl.load(parts + ROW * number + part).to(tl.int32)
+    return tl.load(parts + FIELDS * part + ROW).to(tl.int32)
 
 
 @triton.jit
-def field_at(parts, number, part, ROW: tl.constexpr, apart):
+def field_at(parts, part, ROW: tl.constexpr, apart):
     """Return where a part's codes or numbers begin; messages of shards are ``apart``."""
-    shard = tl.load(parts + SHARD * number + part)
-    return tl.load(parts + ROW * number + part) + shard * apart
+    shard = tl.load(parts + FIELDS * part + SHARD)
+    return tl.load(parts + FIELDS * part + ROW) + shard * apart
 
 
 @triton.jit
-def tile_of(tiles, count, parts, number, tile, MEAN: tl.constexpr):
+def tile_of(tiles, parts, tile, MEAN: tl.constexpr):
     """Return where a tile is: its part, its first element in the part, and the part's place.
 
     The place is the part's first element, in the bucket or in a shard's mean, how many elements
     are there, and how many are encoded.
     """
-    part, local = tl.load(tiles + tile), tl.load(tiles + count + tile)
-    numel = cell(parts, number, part, NUMEL)
+    part, local = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    numel = cell(parts, part, NUMEL)
     if MEAN:
-        start, there = cell(parts, number, part, IN_ROW), numel
+        start, there = cell(parts, part, IN_ROW), numel
     else:
-        start = cell(parts, number, part, START)
-        there = cell(parts, number, part, STOP) - start
+        start = cell(parts, part, START)
+        there = cell(parts, part, STOP) - start
     return part, local, start, there, numel
 
 
 @triton.jit
-def is_idle(peaks, parts, number, part):
+def is_idle(peaks, parts, part):
     """Return whether zeros are sent for a part, because its gradient is zero."""
-    return tl.load(peaks + cell(parts, number, part, PLACE)) == 0.0
+    return tl.load(peaks + cell(parts, part, PLACE)) == 0.0
 
 
 @triton.jit
-def flagged(total, here, flags, flags_apart, senders, parts, number, part):
+def flagged(total, here, flags, flags_apart, senders, parts, part):
     """Return elements of a mean; the first one of a parameter has the flags."""
     if senders > 0:
-        begin = cell(parts, number, part, BEGIN)
+        begin = cell(parts, part, BEGIN)
         total = tl.where(here == begin, total + arrived(flags, flags_apart, senders), total)
     return total
 
@@ -74,30 +74,29 @@ class Tiles:
         device: of the bucket.
 
     Attributes:
-        parts: a column for each row of the layout, ``(9, n)`` int64.
-        of: column of ``parts`` and first element in the shard of each tile, ``(2, m)`` int32.
+        parts: the rows of the layout, ``(n, 9)`` int64.
+        of: row of ``parts`` and first element in the shard of each tile, ``(m, 2)`` int32.
     """
 
     def __init__(self, layout: Layout, size: int, device: torch.device) -> None:
         self._names, self._ends = layout.names, [0]
         self._keys: dict[tuple[int, int, int], Tensor] = {}
-        columns, tiles = list[Row](), list[tuple[int, int]]()
+        found, tiles = list[Row](), list[tuple[int, int]]()
         for rows in layout.rows:
             for row in rows:
-                tiles += [(len(columns), local) for local in range(0, row.numel, size)]
-                columns.append(row)
+                tiles += [(len(found), local) for local in range(0, row.numel, size)]
+                found.append(row)
             self._ends.append(len(tiles))
-        self.parts = torch.tensor(columns, dtype=torch.int64, device=device).t().contiguous()
-        self.of = torch.tensor(tiles, dtype=torch.int32, device=device).t().contiguous()
+        self.parts = torch.tensor(found, dtype=torch.int64, device=device)
+        self.of = torch.tensor(tiles, dtype=torch.int32, device=device)
 
-    def table(self, shard: int | None) -> tuple[tuple[int], Tensor, int, Tensor, int]:
+    def table(self, shard: int | None) -> tuple[tuple[int], Tensor, Tensor]:
         """Return a grid of all tiles, or of a shard's, and the kernels' arguments for it."""
         start, stop = (0, self._ends[-1]) if shard is None else self._ends[shard : shard + 2]
-        tiles = self.of.view(-1)[start:]
-        return (stop - start,), tiles, self.of.shape[1], self.parts, self.parts.shape[1]
+        return (stop - start,), self.of[start:], self.parts
 
     def keys(self, bucket: Bucket) -> Tensor:
-        """Return the key of each column's random numbers, ``(n,)`` int64; from a cache."""
+        """Return the key of each row's random numbers, ``(n,)`` int64; from a cache."""
         worker = bucket.seed, bucket.worker, bucket.phase
         if worker not in self._keys:
             keys = [bucket.key(name) for name in self._names]
@@ -127,7 +126,7 @@ def target(packed: Sequence[Packed], bucket: Bucket) -> tuple[Any, ...]:
     return codes, nbytes, numbers, len(packed), *end, own
 
 
-def arrivals(table: ShardTable, payloads: Sequence[Payload], mine: int | None) -> tuple[Any, ...]:
+def arrivals(table: ShardTable, payloads: Payloads, mine: int | None) -> tuple[Any, ...]:
     """Return what decoders read: codes and numbers with their distances, and whose mean it is.
 
     The distances are from worker to worker, and from shard to shard. Payloads of different shards
