@@ -40,7 +40,7 @@ from lightning_gc.exchange.workers import Shapes, local_part, plain_name, reshar
 from lightning_gc.local_steps.common_weights import CommonWeights, Fragment, mean_of
 from lightning_gc.local_steps.inner_moments import Moments
 from lightning_gc.local_steps.round_plan import MIXED, RoundPlan
-from lightning_gc.local_steps.unequal import Clock, Share, Unequal, WallClock
+from lightning_gc.local_steps.unequal import Share, SimulatedClock, Unequal, WallClock
 
 ROUNDS = "local_steps"
 """Name of the state of rounds in checkpoints."""
@@ -224,7 +224,7 @@ class FragmentExchange:
         for future in flight.arriving:
             future.wait()
         self._exchanger.check()
-        share.clock.land()
+        share.clock.land(share.worker)
         share.go_on(waiting)
         if flight.gathered is not None:
             share.arrived(flight.index, flight.gathered)
@@ -312,7 +312,7 @@ class LocalRounds:
         exchanger: exchanges.
         plan: of the rounds.
         present: the module holds this worker's weights within it, and whenever a method is called.
-        clock: this worker's; None: the real time.
+        clock: of simulated workers; None: the real time.
         parts: sums over the processes of this worker, if each has a part of the parameters.
 
     Attributes:
@@ -348,7 +348,7 @@ class LocalRounds:
         exchanger: Exchanger,
         plan: RoundPlan,
         present: Callable[[], AbstractContextManager[None]] = nullcontext,
-        clock: Clock | None = None,
+        clock: SimulatedClock | None = None,
         parts: Parts = Parts(),  # noqa: B008 - has no state
     ) -> None:
         self.present, self._parts = present, parts

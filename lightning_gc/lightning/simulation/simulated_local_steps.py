@@ -36,8 +36,7 @@ from lightning_gc.lightning.simulation.simulated_workers import (
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_shards, with_held
-from lightning_gc.local_steps.simulated_clock import SimulatedClock
-from lightning_gc.local_steps.unequal import check_speeds
+from lightning_gc.local_steps.unequal import SimulatedClock, check_speeds
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.network_model import NetworkModel
@@ -171,7 +170,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
                     end,
                     self.plan,
                     present=partial(self._entered, engine.worker),
-                    clock=clock.of(engine.worker),
+                    clock=clock,
                 )
             )
         self._keep(rounds)
