@@ -138,7 +138,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     """Words of messages for this way in; ``owner`` is the class of the object."""
     _kind: type[Workers] = Workers
     """Keeper of the engines of this process."""
-    _of_fit = frozenset({"_attached", "_exchange", "_interface", "_own_steps"})
+    _of_fit = frozenset({"_attached", "_exchange", "_own_steps", "_until_teardown"})
     """Attributes with a default, which are left out of a copy."""
     _lookahead: Lookahead | None = None
     _moment: Callable[[Any, int], Moment] = staticmethod(moment_of)
@@ -378,8 +378,6 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
 class RealWorker(CompressedStrategy, PeerNaming, Joining):
     """Mixin, before a ``DDPStrategy`` of Lightning's, that joins and leaves the other workers."""
 
-    _handle_sigterm_as_lightning: Callable[[], None] | None = None
-
     def setup_distributed(self) -> None:
         """Join the other workers with a timeout of at least a minute, then set the user's."""
         with self._patiently():
@@ -388,7 +386,8 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
     def setup(self, trainer: Any) -> None:
         unshare(self.lightning_module)
         warn_of_blocking_waits(trainer)
-        self._handle_sigterm_as_lightning = note_only(trainer)
+        assert self._until_teardown is not None
+        self._until_teardown.callback(note_only(trainer))
         super().setup(trainer)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -430,9 +429,3 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
         super().on_exception(exception)
         self._failed = True
         workarounds.end_children(self._launcher)
-
-    def teardown(self) -> None:
-        if self._handle_sigterm_as_lightning is not None:
-            self._handle_sigterm_as_lightning()
-        self._handle_sigterm_as_lightning = None
-        super().teardown()

@@ -146,7 +146,7 @@ def unshare(module: nn.Module) -> None:
 _log = logging.getLogger(__name__)
 
 
-def broadcast_only(when: Callable[[], bool], trainer: Any) -> Callable[[], None]:
+def broadcast_only(when: Callable[[], bool], trainer: Any) -> Callable[[], object]:
     """Let the loop of a Trainer broadcast before those batches only for which ``when`` is true.
 
     ``when`` must be equal on all workers. A worker that gets SIGTERM itself stops as before. Return
@@ -165,7 +165,7 @@ def _broadcast_when(when: Callable[[], bool], broadcast: Callable[[Any], None], 
         broadcast(loop)
 
 
-def note_only(trainer: Any) -> Callable[[], None]:
+def note_only(trainer: Any) -> Callable[[], object]:
     """Let a Trainer's handler of SIGTERM note the signal, and send nothing to other workers.
 
     Lightning 2.6 broadcasts in the handler, wherever the signal interrupts the worker. The other
@@ -192,21 +192,17 @@ def sigterm_exception(trainer: Any) -> SystemExit:
     return found
 
 
-def _replace(owner: Any, name: str, method: Callable[..., None]) -> Callable[[], None]:
+def _replace(owner: Any, name: str, method: Callable[..., None]) -> Callable[[], object]:
     """Replace a method of one object; return what undoes it, once or several times."""
     setattr(owner, name, method)
-    return partial(_undo, owner, name)
-
-
-def _undo(owner: Any, name: str) -> None:
-    with contextlib.suppress(AttributeError):
-        delattr(owner, name)
+    return lambda: vars(owner).pop(name, None)
 
 
 class Joining(StrategyAPI):
     """Mixin, before a strategy of Lightning's, that has ``_timeout``."""
 
-    _interface: contextlib.ExitStack | None = None
+    _until_teardown: contextlib.ExitStack | None = None
+    """What ends with ``teardown``."""
 
     @contextlib.contextmanager
     def _patiently(self) -> Iterator[None]:
@@ -214,7 +210,8 @@ class Joining(StrategyAPI):
 
         Startup takes workers differently long, often longer than a timeout for a silent peer.
         """
-        self._name_interface()
+        self._until_teardown = contextlib.ExitStack()
+        self._name_interface(self._until_teardown)
         timeout = self._timeout
         hurried = timeout is not None and timeout < JOINING
         try:
@@ -226,22 +223,20 @@ class Joining(StrategyAPI):
         if hurried and timeout is not None:
             set_timeout(timeout)
 
-    def _name_interface(self) -> None:
-        """Until ``teardown``, let Gloo use the interface that leads to worker 0."""
+    def _name_interface(self, until: contextlib.ExitStack) -> None:
+        """Let Gloo use the interface that leads to worker 0."""
         on_cpu = self.root_device.type == "cpu"
         if self.num_nodes == 1 or not (on_cpu or "gloo" in (self.process_group_backend or "")):
             return
         # Lightning's own logger: it has a handler. One line for each machine is enough.
         logger = logging.getLogger(package_of(type(self)))
         say = logger.info if self.cluster_environment.local_rank() == 0 else logger.debug
-        self._interface = contextlib.ExitStack()
-        main = self.cluster_environment.main_address
-        self._interface.enter_context(named_interface(main, say))
+        until.enter_context(named_interface(self.cluster_environment.main_address, say))
 
     def teardown(self) -> None:
-        if self._interface is not None:
-            self._interface.close()
-        self._interface = None
+        if self._until_teardown is not None:
+            self._until_teardown.close()
+        self._until_teardown = None
         super().teardown()
 
 
