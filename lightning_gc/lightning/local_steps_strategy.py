@@ -650,7 +650,7 @@ class RealLocalSteps(LocalHooks, RealWorker):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Restore each worker's own optimizers where they were saved, else worker 0's."""
-        in_files = {"optimizer_states": []} if self._in_shards else {}
+        in_files: dict[str, Any] = {"optimizer_states": []} if self._in_shards else {}
         super().load_optimizer_state_dict({**checkpoint, **in_files})
 
     def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:

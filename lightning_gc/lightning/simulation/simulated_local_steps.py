@@ -232,7 +232,10 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         if self._all_rounds and self._training():
             self._replicas.enter(self._present[0] if process is None else process // self.island)
 
-    def _differing_settings(self, label: str, name: str) -> None:
+    def _say_of_settings(self, what: str, label: str, name: str) -> None:
+        if what != "differing":
+            super()._say_of_settings(what, label, name)
+            return
         raise RuntimeError(
             f"{type(self).__name__}: the optimizer adapts {name!r} in its steps, and a scheduler "
             f"or callback changes it between them, which each worker would do to its own. Use "

@@ -78,6 +78,26 @@ _TRUSTED = {"pytorch_lightning", "lightning", "lightning_fabric", "lightning_gc"
 """Packages that may make calls within a step: they do not change what is trained."""
 
 
+def _number_of_processes(
+    name: str, value: str, instead: str, differs: Callable[[Any], bool]
+) -> Any:
+    """Return a property that warns a user's code where real workers would have another number.
+
+    Args:
+        name: of the property.
+        value: that simulated workers have.
+        instead: property of the strategy with a real worker's number.
+        differs: given the strategy, whether a real worker's number differs now.
+    """
+
+    def read(strategy: Any) -> int:
+        if differs(strategy):
+            strategy._warn_of_place(name, value, instead)
+        return int(vars(strategy)[name])
+
+    return property(read, lambda strategy, number: vars(strategy).update({name: number}))
+
+
 class Communication(StrategyAPI):
     """Mixin, before Lightning's ``SingleDeviceStrategy``: answers collectives, or refuses them.
 
@@ -151,38 +171,9 @@ class Communication(StrategyAPI):
         epochs = self.lightning_module.trainer.fit_loop.epoch_progress.current
         return bool(epochs.started > epochs.processed)
 
-    @property
-    def world_size(self) -> int:
-        """1, of processes; warns a user's code which would find W with real workers."""
-        if self._training():
-            self._warn_of_place("world_size", "1", "workers")
-        return int(self.__dict__["world_size"])
-
-    @world_size.setter
-    def world_size(self, value: int) -> None:
-        self.__dict__["world_size"] = value
-
-    @property
-    def global_rank(self) -> int:
-        """0; warns a user's code within a step, where a real worker would find its index."""
-        if self._in_step():
-            self._warn_of_place("global_rank", "0", "worker")
-        return int(self.__dict__["global_rank"])
-
-    @global_rank.setter
-    def global_rank(self, value: int) -> None:
-        self.__dict__["global_rank"] = value
-
-    @property
-    def local_rank(self) -> int:
-        """0; warns as ``global_rank`` does."""
-        if self._in_step():
-            self._warn_of_place("local_rank", "0", "worker")
-        return int(self.__dict__["local_rank"])
-
-    @local_rank.setter
-    def local_rank(self, value: int) -> None:
-        self.__dict__["local_rank"] = value
+    world_size = _number_of_processes("world_size", "1", "workers", lambda self: self._training())
+    global_rank = _number_of_processes("global_rank", "0", "worker", lambda self: self._in_step())
+    local_rank = _number_of_processes("local_rank", "0", "worker", lambda self: self._in_step())
 
     def _warn_of_place(self, name: str, value: str, instead: str) -> None:
         """Warn once in a fit, if a package other than Lightning reads this property of ours."""
@@ -421,10 +412,9 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     def _own_states(self) -> tuple[OwnValues, OwnValues]:
         """Return what each process has of its own, and what each worker's optimizers have."""
         self._held, self._samplers, self._frozen = [], [], {}
-        own = partial(OwnValues, too_large=self._say_large, joint=self._say_joint)
         return (
-            own(self._processes, self._holders, self._say_differing),
-            own(self.workers, self._optimizers_held, self._differing_settings),
+            OwnValues(self._processes, self._holders, self._say),
+            OwnValues(self.workers, self._optimizers_held, self._say_of_settings),
         )
 
     def _scope(self) -> Scope:
@@ -453,33 +443,21 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         parts = [part for each in self.optimizers for part in with_held(each)]
         return optimizer_holders(parts), self._scope()
 
-    def _differing_settings(self, label: str, name: str) -> None:
-        self._say_differing(label, name)
+    def _say_of_settings(self, what: str, label: str, name: str) -> None:
+        self._say(what, label, name)
 
-    def _say_differing(self, label: str, name: str) -> None:
-        self._say_once(
-            label,
-            name,
-            "changes both within a worker's micro-batch and between them. All simulated"
-            " workers continue with worker 0's value, where each real worker has its own",
-        )
-
-    def _say_large(self, label: str, name: str) -> None:
-        self._say_once(
-            label,
-            name,
-            f"changes within a worker's micro-batch, and holds too much to be kept for "
-            f"each of {self._processes} workers. All change the same one, so it changes "
+    def _say(self, what: str, label: str, name: str) -> None:
+        """Warn once of a value that simulated workers cannot have as real ones do."""
+        said = {
+            "differing": "changes both within a worker's micro-batch and between them. All "
+            "simulated workers continue with worker 0's value, where each real worker has its own",
+            "too_large": f"changes within a worker's micro-batch, and holds too much to be kept "
+            f"for each of {self._processes} workers. All change the same one, so it changes "
             f"{self._processes} times in a step, where each real worker changes its own once",
-        )
-
-    def _say_joint(self, label: str, name: str) -> None:
-        self._say_once(
-            label,
-            name,
-            f"was one record of all {self._processes} workers while it only grew, and has their"
-            f" entries. A real worker has its own alone, as here with a collections.deque",
-        )
+            "joint": f"was one record of all {self._processes} workers while it only grew, and has "
+            f"their entries. A real worker has its own alone, as here with a collections.deque",
+        }
+        self._say_once(label, name, said[what])
 
     def _say_once(self, label: str, name: str, what: str) -> None:
         place = f"{name} of {label}"
