@@ -54,7 +54,8 @@ def record_files(host: AnyHost, target: Path, folder: Path) -> None:
     """
     names = []
     if host.global_rank == 0:
-        names = [path.name for path in sorted(target.iterdir()) if _is_of_checkpoint(path.name)]
+        found_here = sorted(path.name for path in target.iterdir())
+        names = [n for n in found_here if n in (LAST, METADATA) or n.endswith(".distcp")]
     names = json.loads(told_by_rank_0(host, json.dumps(names)))
     found: dict[str, str] = {}
 
@@ -96,7 +97,9 @@ def check_files(host: AnyHost, target: Path, *, recorded: bool, safely: bool) ->
     unrecorded = False
     if recorded:
         records, without = _records(target)
-        record = _matching(target, records)
+        last = _sum_of(target / LAST) if records and (target / LAST).is_file() else None
+        # The record of the last save has the current checksum of the file that is written last.
+        record = next((files for _, files in records if last and files.get(LAST) == last), None)
         if record is None and records and not without:
             raise ValueError(
                 f"{target / LAST} is missing or is not the file that was saved with "
@@ -136,18 +139,6 @@ def _records(target: Path) -> tuple[list[tuple[Path, dict[str, str]]], bool]:
             ) from error
         found.append((path, record["files"]))
     return found, without
-
-
-def _matching(target: Path, records: list[tuple[Path, dict[str, str]]]) -> dict[str, str] | None:
-    """Return the record with the current checksum of ``LAST``: it belongs to the last save."""
-    if not records or not (target / LAST).is_file():
-        return None
-    digest = _sum_of(target / LAST)
-    return next((files for _, files in records if files.get(LAST) == digest), None)
-
-
-def _is_of_checkpoint(name: str) -> bool:
-    return name in (LAST, METADATA) or name.endswith(".distcp")
 
 
 def _share(names: Iterable[str], host: AnyHost) -> list[str]:
@@ -246,29 +237,20 @@ def check_objects(folder: Path) -> None:
     """
     for where in read_metadata(folder):
         try:
-            _load(folder, where)
+            with (folder / where.file).open("rb") as file:
+                file.seek(where.start)
+                data = file.read(where.length)
+            if data[:2] == b"PK":  # torch does not check the sums in its zip format
+                with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                    damaged = archive.testzip()
+                if damaged is not None:
+                    raise ValueError(f"its record {damaged} is damaged")
+            torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
             raise Unread(
                 f"{folder / where.file} has an object at byte {where.start} that cannot be read "
                 f"with weights_only=True ({in_short(error)})"
             ) from error
-
-
-def _load(folder: Path, where: Slice) -> Any:
-    with (folder / where.file).open("rb") as file:
-        file.seek(where.start)
-        data = file.read(where.length)
-    _check_sums(data)
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _check_sums(data: bytes) -> None:
-    """Raise ValueError if a record of torch's zip format is damaged; torch does not check them."""
-    if data[:2] == b"PK":
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise ValueError(f"its record {damaged} is damaged")
 
 
 class _Unpickled:
@@ -411,7 +393,10 @@ def _objects(described: Any, folder: Path) -> list[Slice]:
         TEXT.check(key["fqn"], "fqn")
         _WHERE.check(where, key["fqn"])
         found = Slice(where["relative_path"], where["offset"], where["length"])
-        if found.start + found.length > _length(folder / found.file):
+        path = folder / found.file
+        if not path.is_file():
+            raise Unread(f"needs {path}, which is missing")
+        if found.start + found.length > path.stat().st_size:
             raise Unread(
                 f"needs {found.start + found.length} bytes of {found.file}, which has fewer"
             )
@@ -448,9 +433,3 @@ def _check_tensor(about: dict[str, Any], stored: Mapping[Any, Slice]) -> None:
         filled += math.prod(sizes)
     if filled != math.prod(size):
         raise Unread(f"does not have all parts of a tensor of size {size}")
-
-
-def _length(path: Path) -> int:
-    if not path.is_file():
-        raise Unread(f"needs {path}, which is missing")
-    return path.stat().st_size

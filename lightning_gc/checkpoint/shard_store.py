@@ -230,7 +230,7 @@ class ShardedSaving:
             own = {
                 "averaged": on_host(rest),
                 "compressor": on_host(parts.workers.first.state_dict()["compressor"]),
-                "parts": {_key_of(p): _about(p, t, host.shard_parts) for p, t in small.items()},
+                "parts": {json.dumps(p): _about(p, t, host.shard_parts) for p, t in small.items()},
                 "rank": host.global_rank,
                 **{name: main[name] for name in (FILE.key, "run", "stem")},
             }
@@ -240,7 +240,7 @@ class ShardedSaving:
             folder.mkdir(parents=True, exist_ok=True)
             path = file_of(folder, host.global_rank, host.world_size)
             with writing(path), path.open("wb") as file:
-                torch.save(own | {TENSORS: {_key_of(p): t for p, t in small.items()}}, file)
+                torch.save(own | {TENSORS: {json.dumps(p): t for p, t in small.items()}}, file)
                 file.flush()
                 os.fsync(file.fileno())
             return str(own[CHECKSUM])
@@ -544,11 +544,6 @@ def _scaled(sums: Tree, share: float) -> Tree:
 
 
 # ------------------------------------------------------------------------- parts of tensors
-
-
-def _key_of(path: Path_) -> str:
-    """Return a path as text."""
-    return json.dumps(path)
 
 
 def _path_of(key: str) -> Path_:

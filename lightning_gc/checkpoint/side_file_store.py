@@ -197,19 +197,16 @@ class Saving:
 
     def _save_own(self, index: int, main: Tree, target: str, options: Any, path: Any) -> str:
         """Write one worker's side file and return its checksum; name the failed step in errors."""
-        unsaved = f"so {path} is not written"
-        taking = f"could not read its state, {unsaved}"
-        own = explaining(taking, partial(self._content, index, main))()
+        parts, unsaved = self.host.checkpoint_parts, f"so {path} is not written"
+
+        def content() -> Tree:
+            own = {name: main[name] for name in (SIDE.key, "workers", "run", "stem")}
+            own |= parts.worker_state(main, index).in_file(self.dtype)
+            return with_checksum(own | {"worker": parts.file_of(index)})
+
+        own = explaining(f"could not read its state, {unsaved}", content)()
         writing = f"could not write its state to {target}, {unsaved}"
         return explaining(writing, partial(self._write_side_file, own, target, options))()
-
-    def _content(self, index: int, main: Tree) -> Tree:
-        """Return the content of one worker's side file."""
-        parts = self.host.checkpoint_parts
-        state = parts.worker_state(main, index)
-        own = {name: main[name] for name in (SIDE.key, "workers", "run", "stem")}
-        own |= state.in_file(self.dtype) | {"worker": parts.file_of(index)}
-        return with_checksum(own)
 
     def _write_side_file(self, own: Tree, target: str, options: Any) -> str:
         """Write one worker's side file; return its checksum."""

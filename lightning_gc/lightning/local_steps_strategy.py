@@ -354,9 +354,6 @@ class LocalHooks(CompressedStrategy):
         every = self.plan.shortest if self._rounds is None else self._rounds.every
         return in_rounds(super()._moment(trainer, batch), every)
 
-    def _check_optimizers(self) -> None:
-        """No check: a memory's momentum acts per round, an optimizer's per step."""
-
 
 def tokens_of(module: Any, batch: Any) -> int:
     """Return a batch's tokens as ``module.tokens`` counts them; else its first tensor's elements.
