@@ -19,12 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from lightning_gc.core import notices
-from lightning_gc.transports.interfaces import (
-    address_towards,
-    interfaces,
-    is_bindable,
-    is_loopback,
-)
+from lightning_gc.transports import interfaces
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -118,7 +113,7 @@ class Party:
             family, _, _, _, place = socket.getaddrinfo(self.address, 0, type=socket.SOCK_STREAM)[0]
         except OSError as error:
             raise NotMet(self._unknown()) from error
-        if not is_bindable(family, place):
+        if not interfaces.is_bindable(family, place):
             raise NotMet(
                 f"--master-addr {self.address} is not an address of this machine, which is "
                 f"machine 0. Its addresses are {', '.join(own_addresses()) or 'loopback only'}."
@@ -153,7 +148,7 @@ class Party:
         if isinstance(error, socket.gaierror):
             return self._unknown()
         try:
-            own = f"this machine, {address_towards(self.address)},"
+            own = f"this machine, {interfaces.address_towards(self.address)},"
         except OSError:
             own = "this machine"
         where = f"port {self.port} of machine 0, {self.address}"
@@ -286,7 +281,9 @@ def _short(text: str) -> str:
 
 def own_addresses() -> list[str]:
     """Return this machine's addresses that other machines may reach."""
-    found = [address for _, address in interfaces() if not is_loopback(address)]
+    found = [
+        address for _, address in interfaces.interfaces() if not interfaces.is_loopback(address)
+    ]
     return [address for address in found if not address.startswith("fe80:")]
 
 

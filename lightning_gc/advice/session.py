@@ -14,16 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gc.advice import prediction
 from lightning_gc.advice.costs import Costs, measure_costs
 from lightning_gc.advice.link_probe import directions, probe
-from lightning_gc.advice.prediction import (
-    SIXTEEN,
-    WHOLE,
-    Prediction,
-    Situation,
-    pieces_for,
-    shortlist,
-)
 from lightning_gc.advice.report import keeps_settings, plan_of
 from lightning_gc.bench.baselines import BF16, FP16, NO_EXCHANGE, NONE, PLAIN, baseline_strategy
 from lightning_gc.bench.benchmark import Say, take_turns
@@ -223,7 +216,9 @@ class Session:
             raise BenchError(self.setup.worker.rank, "the probe of the link", error) from error
         return with_directions(links, *(min(each) for each in zip(*ways, strict=True)))
 
-    def situation(self, links: Links, workers: int | None, nominal: Link | None) -> Situation:
+    def situation(
+        self, links: Links, workers: int | None, nominal: Link | None
+    ) -> prediction.Situation:
         """Time module, methods and DDP's wrapper; return the situation of the target.
 
         Args:
@@ -245,9 +240,9 @@ class Session:
         }
         timing.gradients = {}
         contention = self._contention(module, gradients)
-        pieces = pieces_for(nbytes)
+        pieces = prediction.pieces_for(nbytes)
         costs, self.missing = measure_costs(
-            {WHOLE: None, **self.methods},
+            {prediction.WHOLE: None, **self.methods},
             gradients,
             names,
             pieces,
@@ -256,20 +251,20 @@ class Session:
             self.transport,
             self.device,
         )
-        if WHOLE in self.missing:
+        if prediction.WHOLE in self.missing:
             raise ValueError(
-                f"The uncompressed exchange could not be timed: {self.missing[WHOLE]}. All "
-                f"predictions need it. Free the device's memory, or use a smaller model."
+                f"The uncompressed exchange could not be timed: {self.missing[prediction.WHOLE]}. "
+                f"All predictions need it. Free the device's memory, or use a smaller model."
             )
         self.shapes = {name: timing.sizes()[name][0] for name in names}
-        here = Situation(
+        here = prediction.Situation(
             module,
             names,
             nbytes,
             tuple(order.values()),
             pieces,
             costs,
-            WHOLE,
+            prediction.WHOLE,
             self.setup.worker.world_size,
             links,
             contention,
@@ -291,15 +286,15 @@ class Session:
             found[name] = frozenset(taken)
         return found
 
-    def measure(self, rows: Sequence[Prediction]) -> dict[str, dict[str, Any]]:
+    def measure(self, rows: Sequence[prediction.Prediction]) -> dict[str, dict[str, Any]]:
         """Measure plain DDP, torch's hook and the best rows in turn, while time lasts.
 
         16 bits are among these rows, and the best method that needs no tuning.
         """
-        ranked = shortlist(rows, len(rows))
+        ranked = prediction.shortlist(rows, len(rows))
         kept = [row for row in ranked if keeps_settings(self.methods, row)]
-        wanted = [row for row in kept if row.method != SIXTEEN][:1]
-        wanted += [row for row in kept if row.method == SIXTEEN]
+        wanted = [row for row in kept if row.method != prediction.SIXTEEN][:1]
+        wanted += [row for row in kept if row.method == prediction.SIXTEEN]
         best = ranked[:BEST] + [row for row in wanted if row not in ranked[:BEST]]
         dense = next(row for row in rows if row.name == PLAIN)
         steps, rounds = self._steps(dense, best)
@@ -329,7 +324,9 @@ class Session:
 
         return take_turns(runs, counted, rounds, self.device, self.say, in_time)
 
-    def _steps(self, dense: Prediction, best: Sequence[Prediction]) -> tuple[int, int]:
+    def _steps(
+        self, dense: prediction.Prediction, best: Sequence[prediction.Prediction]
+    ) -> tuple[int, int]:
         """Return steps per turn and rounds that fit into the time left, equal on all workers."""
         step = sum(row.seconds for row in best) + 2 * dense.seconds
         turns = (2 + len(best)) * self._turn_seconds

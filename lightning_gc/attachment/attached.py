@@ -29,22 +29,10 @@ from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.copies import Single
 from lightning_gc.core.notices import say
+from lightning_gc.exchange import validation
 from lightning_gc.exchange.compression import Resolved, WayIn
 from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
-from lightning_gc.exchange.validation import (
-    check_optimizers,
-    not_reached,
-    refuse_own_gradients,
-    refuse_second_hook,
-    refuse_sparse_gradients,
-    refuse_static_accumulation,
-    refuse_steps_within_backward,
-    refuse_unsynchronised,
-    warn_of_one_queue,
-    warn_of_one_worker,
-    why_not_reached,
-)
 from lightning_gc.exchange.workers import Workers
 from lightning_gc.sharded.shard_validation import refuse_new_parameters
 from lightning_gc.transports.accounting import Account
@@ -177,7 +165,7 @@ class Setup:
         compressor, memory = configuration.compressor, configuration.memory
         groups = [group for each in optimizers for group in each.param_groups]
         judge("Training loop", memory=memory, way="attach", optimizers=groups)
-        check_optimizers(compressor, memory, optimizers)
+        validation.check_optimizers(compressor, memory, optimizers)
         return cls(
             way,
             compression,
@@ -259,7 +247,7 @@ class _OpenHandles:
                 continue
             if handle._workers.first.workers > 1:
                 cause = partial(handle.why_not_exchanged, optimizer, within=backward)
-                refuse_own_gradients(optimizer, handle._workers.names, cause)
+                validation.refuse_own_gradients(optimizer, handle._workers.names, cause)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Expect another exchange before the next step of this optimizer."""
@@ -324,7 +312,7 @@ class Attached(Single):
 
     def _warn_alone(self) -> None:
         weights = self._setup.checkpoint_parts.exchanged == "weights"
-        warn_of_one_worker(
+        validation.warn_of_one_worker(
             self._workers.configuration.compressor,
             "One worker: nothing is sent",
             "differences of weights" if weights else "gradients",
@@ -435,7 +423,7 @@ class Attached(Single):
         if any(optimizer is each for each in known):
             return
         configuration = self._workers.configuration
-        check_optimizers(configuration.compressor, configuration.memory, [optimizer])
+        validation.check_optimizers(configuration.compressor, configuration.memory, [optimizer])
         assert isinstance(known, list)
         known.append(optimizer)
 
@@ -648,11 +636,11 @@ class AttachedDDP(Attached):
 
     def __init__(self, ddp: DistributedDataParallel, setup: Setup) -> None:
         ours = ModuleHook.of(ddp)
-        refuse_second_hook(ddp, closed=None if ours is None else ours.closed)
-        refuse_steps_within_backward(ddp)
+        validation.refuse_second_hook(ddp, closed=None if ours is None else ours.closed)
+        validation.refuse_steps_within_backward(ddp)
         self._hook = ours or ModuleHook()
-        refuse_sparse_gradients(ddp.module)
-        warn_of_one_queue(ddp)
+        validation.refuse_sparse_gradients(ddp.module)
+        validation.warn_of_one_queue(ddp)
         setup.workers.name(ddp.module)
         group = ddp.process_group
         self._synchronizer = Synchronizer(
@@ -699,17 +687,19 @@ class AttachedDDP(Attached):
 
     def before_pass(self) -> None:
         """Refuse a static graph that begins with accumulated gradients; steps within a pass."""
-        refuse_steps_within_backward(self._module)
-        refuse_static_accumulation(self._module)
+        validation.refuse_steps_within_backward(self._module)
+        validation.refuse_static_accumulation(self._module)
 
     def refuse_unsynchronised(self) -> None:
         """Raise RuntimeError for a parameter that is trained, and not exchanged."""
         optimizers, elsewhere = self._setup.optimizers(), self._setup.way.elsewhere
-        refuse_unsynchronised(self._module.module, self._exchanged, optimizers, elsewhere)
+        validation.refuse_unsynchronised(
+            self._module.module, self._exchanged, optimizers, elsewhere
+        )
 
     def why_not_exchanged(self, optimizer: torch.optim.Optimizer, *, within: bool) -> str:
         """As ``Attached.why_not_exchanged``, or which parameters DDP waits for."""
-        unreached = {} if within else not_reached(self._module, self._workers.names)
+        unreached = {} if within else validation.not_reached(self._module, self._workers.names)
         if unreached:
-            return why_not_reached(self._module, unreached, self._setup.way.unused)
+            return validation.why_not_reached(self._module, unreached, self._setup.way.unused)
         return super().why_not_exchanged(optimizer, within=within)

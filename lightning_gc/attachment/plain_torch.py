@@ -27,18 +27,8 @@ from lightning_gc.exchange.compression import CompressionFields
 from lightning_gc.exchange.validation import ELSEWHERE, check_timeout
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+from lightning_gc.sharded import shard_validation
 from lightning_gc.sharded.fsdp_units import units_of
-from lightning_gc.sharded.shard_validation import (
-    check_bucket_cap,
-    check_legs,
-    check_tensor_parallel,
-    check_verify,
-    group_of_all,
-    refuse_errors,
-    refuse_settings,
-    replicated_mesh,
-    tensor_group_of,
-)
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
 from lightning_gc.sharded.unit_gathers import Weights, weights_of
 from lightning_gc.sharded.unit_scatters import ReduceScatter
@@ -140,18 +130,18 @@ def attach(
     _refuse_other_modules(module)
     model = cast(nn.Module, module)
     units = units_of(model)
-    tensors = tensor_group_of(units)
+    tensors = shard_validation.tensor_group_of(units)
     size = 1 if tensors is None else tensors.size()
     alone = isinstance(module, FSDPModule) and not any(unit.replicates for unit in units)
     way = _ALONE if alone else _REPLICAS if units else WayIn("attach")
     if alone:
-        check_legs("attach", compressor, weights, hops, workers_per_node)
-        refuse_settings("attach(...) of a model in shards", "FSDP")
+        shard_validation.check_legs("attach", compressor, weights, hops, workers_per_node)
+        shard_validation.refuse_settings("attach(...) of a model in shards", "FSDP")
         of_others = {"scheme": scheme, "timeout": timeout, "bucket_cap_mb": bucket_cap_mb}
         for name, own in of_others.items():
             place = "attach to a model in shards without replicas"
             judge(place, "attach", name=name, value=own)
-        check_verify("attach", fields.get("verify", Compression.verify))
+        shard_validation.check_verify("attach", fields.get("verify", Compression.verify))
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         scheme = ReduceScatter(workers_per_node or (max(local // size, 1) if hops == 2 else 1))
     else:
@@ -172,22 +162,24 @@ def attach(
         setup = Setup.of_loop(way, compression, its, module, scaler=scaler, timeout=timeout)
         return AttachedDDP(module, setup).watch()
     judge("attach to a model in shards", "attach", scaler=scaler)
-    check_bucket_cap("attach", bucket_cap_mb)
+    shard_validation.check_bucket_cap("attach", bucket_cap_mb)
     judge("Models in shards", "attach", controller=decides)
     configuration = compression.configuration
-    check_tensor_parallel("attach", size, configuration.compressor)
+    shard_validation.check_tensor_parallel("attach", size, configuration.compressor)
     if not alone:
-        mesh = replicated_mesh(units, tensors)
+        mesh = shard_validation.replicated_mesh(units, tensors)
         setup = Setup.of_loop(way, compression, its, model, ShardedWorkers, timeout=timeout)
         return AttachedShards(model, setup, mesh, bucket_cap_mb, units).watch()
-    refuse_errors("attach", configuration.compressor, configuration.memory, memory is not None)
+    shard_validation.refuse_errors(
+        "attach", configuration.compressor, configuration.memory, memory is not None
+    )
     gathers = None
     if weights is not None:
         gathers = weights_of("attach", weights, given.seed, given.min_numel)
     both = with_weights("attach", decides, weights_controller, gathers)
     compression = replace(compression, controller=both)
     setup = Setup.of_loop(way, compression, its, model, FSDPWorkers, timeout=timeout)
-    group = group_of_all(units, tensors)
+    group = shard_validation.group_of_all(units, tensors)
     setup = replace(setup, device=units[0].device)
     return AttachedScatters(model, setup, group, gathers, tensors).watch()
 

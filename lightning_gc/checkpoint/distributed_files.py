@@ -24,13 +24,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_gc.checkpoint import side_files
-from lightning_gc.checkpoint.side_files import (
-    AnyHost,
-    in_short,
-    on_all_ranks,
-    reading,
-    told_by_rank_0,
-)
 from lightning_gc.core import COUNT, TEXT, WHOLE, Each, Leaf, Record
 from lightning_gc.core.saved_state import CHECKSUM, check_checksum, with_checksum
 
@@ -44,7 +37,7 @@ _OF_RANK = re.compile(r"__(\d+)_.*")
 _BLOCK = 1 << 20
 
 
-def record_files(host: AnyHost, target: Path, folder: Path) -> None:
+def record_files(host: side_files.AnyHost, target: Path, folder: Path) -> None:
     """Write the checksums of a complete distributed checkpoint's files to ``folder``.
 
     Each rank reads back the files that it has written.
@@ -56,14 +49,14 @@ def record_files(host: AnyHost, target: Path, folder: Path) -> None:
     if host.global_rank == 0:
         found_here = sorted(path.name for path in target.iterdir())
         names = [n for n in found_here if n in (LAST, METADATA) or n.endswith(".distcp")]
-    names = json.loads(told_by_rank_0(host, json.dumps(names)))
+    names = json.loads(side_files.told_by_rank_0(host, json.dumps(names)))
     found: dict[str, str] = {}
 
     def read() -> str:
         return json.dumps({name: _sum_of(target / name) for name in _share(names, host)})
 
     problem = f"could not read back the files of {target}"
-    for text in on_all_ranks(host, problem, read).values():
+    for text in side_files.on_all_ranks(host, problem, read).values():
         found |= json.loads(text)
 
     def write() -> None:
@@ -74,10 +67,10 @@ def record_files(host: AnyHost, target: Path, folder: Path) -> None:
             os.replace(part, folder / _RECORD)
 
     problem = f"could not write {folder / _RECORD}"
-    on_all_ranks(host, problem, write)
+    side_files.on_all_ranks(host, problem, write)
 
 
-def check_files(host: AnyHost, target: Path, *, recorded: bool, safely: bool) -> bool:
+def check_files(host: side_files.AnyHost, target: Path, *, recorded: bool, safely: bool) -> bool:
     """Check a distributed checkpoint before it is loaded; each rank reads some of its files.
 
     Args:
@@ -141,7 +134,7 @@ def _records(target: Path) -> tuple[list[tuple[Path, dict[str, str]]], bool]:
     return found, without
 
 
-def _share(names: Iterable[str], host: AnyHost) -> list[str]:
+def _share(names: Iterable[str], host: side_files.AnyHost) -> list[str]:
     """Return the files that this rank reads: where possible, the ones that it has written."""
 
     def reader(name: str) -> int:
@@ -153,7 +146,7 @@ def _share(names: Iterable[str], host: AnyHost) -> list[str]:
 
 def _sum_of(path: Path) -> str:
     digest = hashlib.sha256()
-    with reading(path), path.open("rb") as file:
+    with side_files.reading(path), path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
@@ -249,7 +242,7 @@ def check_objects(folder: Path) -> None:
         except Exception as error:
             raise Unread(
                 f"{folder / where.file} has an object at byte {where.start} that cannot be read "
-                f"with weights_only=True ({in_short(error)})"
+                f"with weights_only=True ({side_files.in_short(error)})"
             ) from error
 
 

@@ -30,16 +30,6 @@ from lightning_gc.checkpoint.distributed_files import (
     check_files,
     record_files,
 )
-from lightning_gc.checkpoint.side_files import (
-    KEY,
-    Host,
-    in_short,
-    on_all_ranks,
-    reading,
-    told_by_rank_0,
-    write_atomically,
-    writing,
-)
 from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
     FILE_NAME,
@@ -99,7 +89,7 @@ class ShardPart(NamedTuple):
     sizes: Shape
 
 
-class ShardedHost(Host):
+class ShardedHost(side_files.Host):
     """Attributes of a Lightning strategy for sharded models that saving and restoring use."""
 
     distributed_form: bool  # a checkpoint is a folder
@@ -153,17 +143,17 @@ class ShardedSaving:
     def save(self, checkpoint: Tree, path: Any, options: Any, write: Callable[[Any], None]) -> None:
         """Write the error state of a full checkpoint, then the checkpoint by ``write``."""
         host = self.host
-        target = Path(told_by_rank_0(host, os.fspath(path)))
+        target = Path(side_files.told_by_rank_0(host, os.fspath(path)))
 
         def write_named(where: Any) -> None:
-            with writing(target):
+            with side_files.writing(target):
                 write(where)
 
         engines = host.checkpoint_parts.workers.engines
         full = bool(engines) and "optimizer_states" in checkpoint and self.mode != "off"
         if full:
-            checkpoint[KEY] = self._state(target)
-        stem = checkpoint[KEY]["stem"] if full else ""
+            checkpoint[side_files.KEY] = self._state(target)
+        stem = checkpoint[side_files.KEY]["stem"] if full else ""
         if host.distributed_form:
             self._withdraw(target)
             write_named(target)
@@ -171,7 +161,7 @@ class ShardedSaving:
                 record_files(host, target, folder_of(target, stem))
         elif host.global_rank == 0:
             # Other ranks use the path that rank 0 broadcasts.
-            write_atomically(target, write_named, host.checkpoint_io.remove_checkpoint)
+            side_files.write_atomically(target, write_named, host.checkpoint_io.remove_checkpoint)
         else:
             write_named(target)
         if (full or host.distributed_form) and host.global_rank == 0:
@@ -239,14 +229,14 @@ class ShardedSaving:
             own = with_checksum(own)
             folder.mkdir(parents=True, exist_ok=True)
             path = file_of(folder, host.global_rank, host.world_size)
-            with writing(path), path.open("wb") as file:
+            with side_files.writing(path), path.open("wb") as file:
                 torch.save(own | {TENSORS: {json.dumps(p): t for p, t in small.items()}}, file)
                 file.flush()
                 os.fsync(file.fileno())
             return str(own[CHECKSUM])
 
         problem = f"could not write its part of the error state to {folder}"
-        checksums = on_all_ranks(host, problem, act)
+        checksums = side_files.on_all_ranks(host, problem, act)
         return [checksums[rank] for rank in range(host.world_size)]
 
     def _averaged(self) -> Tree:
@@ -313,7 +303,7 @@ class ShardedRestoring:
             RuntimeError: on all ranks, if one cannot use its files.
         """
         host = self.host
-        target = Path(told_by_rank_0(host, str(path)))
+        target = Path(side_files.told_by_rank_0(host, str(path)))
         self._check_files(target, weights_only)
         if not fit or not host.checkpoint_parts.workers.engines:
             return load()
@@ -322,12 +312,12 @@ class ShardedRestoring:
             states = self._agreed(main, target)
         loaded = load()
         if main is _UNREAD:
-            main = loaded.get(KEY)
+            main = loaded.get(side_files.KEY)
             states = self._agreed(main, target)
         if states:
             problem, says = f"could not restore the error state of {target}", host.global_rank == 0
             act = partial(host.checkpoint_parts.apply, states, host.root_device, says)
-            on_all_ranks(host, problem, act)
+            side_files.on_all_ranks(host, problem, act)
         else:
             self._say_why_none(main, target)
             host.checkpoint_parts.begin_at_zero(main)
@@ -340,7 +330,7 @@ class ShardedRestoring:
             safely = weights_only is not False
             return str(check_files(self.host, target, recorded=not self.off, safely=safely))
 
-        unrecorded = on_all_ranks(self.host, self._problem(target), check)
+        unrecorded = side_files.on_all_ranks(self.host, self._problem(target), check)
         if self.host.global_rank == 0 and "True" in unrecorded.values():
             warnings.warn(
                 f"{target} has no checksums of its weights, so file damage is not detected. "
@@ -366,15 +356,15 @@ class ShardedRestoring:
                 if weights_only is False:
                     return "unread"
                 named = re.search(r"GLOBAL (\S+)", str(error))
-                what = f"it names {named[1]}" if named else in_short(error)
+                what = f"it names {named[1]}" if named else side_files.in_short(error)
                 raise ValueError(
                     f"{file} cannot be read with weights_only=True: {what}. If you trust this "
                     f"file, give Trainer.fit(..., weights_only=False)"
                 ) from error
-            main = saved.get(KEY) if isinstance(saved, dict) else None
+            main = saved.get(side_files.KEY) if isinstance(saved, dict) else None
             return ""
 
-        said = on_all_ranks(self.host, self._problem(target), read)
+        said = side_files.on_all_ranks(self.host, self._problem(target), read)
         return _UNREAD if any(said.values()) else main
 
     def _problem(self, target: Path) -> str:
@@ -404,7 +394,7 @@ class ShardedRestoring:
             f"could not use the error state in {state_folder(target)}; nothing has been restored. "
             f"Move a checkpoint together with that folder, or {self.host.way_out}"
         )
-        saves = on_all_ranks(self.host, problem, check)
+        saves = side_files.on_all_ranks(self.host, problem, check)
         if len(set(saves.values())) > 1:
             raise RuntimeError(f"Ranks have found different checkpoints at {target}.")
         return states
@@ -438,7 +428,7 @@ class ShardedRestoring:
         states = {}
         for each in sorted(own | holders):
             path = file_of(folder, each, replicas * shards)
-            with reading(path):
+            with side_files.reading(path):
                 file = self._file(main, folder, each)
                 tensors = file.pop(TENSORS, None)
                 if each in holders:
@@ -529,7 +519,7 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = str(error) if isinstance(error, ValueError) else in_short(error)
+        why = str(error) if isinstance(error, ValueError) else side_files.in_short(error)
         raise ValueError(f"{path} cannot be used: {why}") from error
 
 

@@ -19,28 +19,14 @@ from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import CheckedCalls, parted
 from lightning_gc.engine import Engine
-from lightning_gc.exchange import Compression, WayIn, Workers
+from lightning_gc.exchange import Compression, WayIn, Workers, validation
 from lightning_gc.exchange.compression import Resolved
 from lightning_gc.exchange.peers import Parts
-from lightning_gc.exchange.validation import (
-    ELSEWHERE,
-    check_optimizers,
-    refuse_lazy,
-)
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import learning_rates_of
 from lightning_gc.flavours import EitherLightning, package_of
 from lightning_gc.lightning import workarounds
 from lightning_gc.lightning.progress import metrics_due, moment_of, show
-from lightning_gc.lightning.workarounds import (
-    Joining,
-    PeerNaming,
-    SingleTrainer,
-    note_only,
-    sigterm_exception,
-    unshare,
-    warn_of_blocking_waits,
-)
 from lightning_gc.transports.accounting import Recorder
 from lightning_gc.transports.network_model import NetworkModel
 from lightning_gc.transports.peer_error import PeerError
@@ -83,7 +69,7 @@ class Lookahead:
         self._before.clear()
 
 
-class CompressedStrategy(SingleTrainer, EitherLightning, metaclass=CheckedCalls):
+class CompressedStrategy(workarounds.SingleTrainer, EitherLightning, metaclass=CheckedCalls):
     """Connects the workers of this process to Lightning's hooks. Nothing numerical. A ``Host``.
 
     Attributes:
@@ -92,7 +78,7 @@ class CompressedStrategy(SingleTrainer, EitherLightning, metaclass=CheckedCalls)
         verify: what workers compare.
     """
 
-    elsewhere = ELSEWHERE
+    elsewhere = validation.ELSEWHERE
     network: NetworkModel | None = None
     verify: Verify = 0
     _timeout: timedelta | None = None
@@ -267,14 +253,14 @@ class CompressedStrategy(SingleTrainer, EitherLightning, metaclass=CheckedCalls)
     def setup(self, trainer: Any) -> None:
         """Refuse lazy modules in a fit; then as Lightning's."""
         if trainer.state.fn == "fit":
-            refuse_lazy(self.lightning_module)
+            validation.refuse_lazy(self.lightning_module)
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; refuse settings that conflict with the memory."""
         super().setup_optimizers(trainer)
         if not self._way.rounds:  # there a memory's momentum acts per round, not per step
-            check_optimizers(self.compressor, self.memory, self.optimizers)
+            validation.check_optimizers(self.compressor, self.memory, self.optimizers)
 
     def _its_optimizers(self) -> Sequence[torch.optim.Optimizer]:
         found: Sequence[torch.optim.Optimizer] = self.optimizers
@@ -351,7 +337,7 @@ class CompressedStrategy(SingleTrainer, EitherLightning, metaclass=CheckedCalls)
         return getattr(self.precision_plugin, "scaler", None)
 
 
-class RealWorker(CompressedStrategy, PeerNaming, Joining):
+class RealWorker(CompressedStrategy, workarounds.PeerNaming, workarounds.Joining):
     """Mixin, before a ``DDPStrategy`` of Lightning's, that joins and leaves the other workers."""
 
     def setup_distributed(self) -> None:
@@ -360,10 +346,10 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
             super().setup_distributed()
 
     def setup(self, trainer: Any) -> None:
-        unshare(self.lightning_module)
-        warn_of_blocking_waits(trainer)
+        workarounds.unshare(self.lightning_module)
+        workarounds.warn_of_blocking_waits(trainer)
         assert self._until_teardown is not None
-        self._until_teardown.callback(note_only(trainer))
+        self._until_teardown.callback(workarounds.note_only(trainer))
         super().setup(trainer)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -386,7 +372,7 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
             trainer = self.lightning_module.trainer
             if not trainer.received_sigterm:
                 raise
-            raise sigterm_exception(trainer) from error
+            raise workarounds.sigterm_exception(trainer) from error
 
     @property
     def is_alone(self) -> bool:

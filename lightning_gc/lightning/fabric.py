@@ -23,12 +23,7 @@ from lightning_gc.exchange import Compression, Configuration, WayIn
 from lightning_gc.exchange.validation import ELSEWHERE, check_agreement, refuse_lazy
 from lightning_gc.exchange.workers import model_in_words
 from lightning_gc.flavours import FABRICS, EitherLightning, package_of
-from lightning_gc.lightning.arguments import (
-    FabricFields,
-    bucket_size,
-    refuse_other_hooks,
-    refuse_unknown,
-)
+from lightning_gc.lightning import arguments
 from lightning_gc.lightning.workarounds import Joining, PeerNaming, SingleTrainer
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -79,11 +74,13 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
         controller: Controller | str | None = None,
-        **ddp_kwargs: Unpack[FabricFields],
+        **ddp_kwargs: Unpack[arguments.FabricFields],
     ) -> None:
         owner = type(self).__name__
-        refuse_unknown(type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__)
-        refuse_other_hooks(owner, ddp_kwargs, "Fabric(precision='bf16-mixed')")
+        arguments.refuse_unknown(
+            type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__
+        )
+        arguments.refuse_other_hooks(owner, ddp_kwargs, "Fabric(precision='bf16-mixed')")
         exchanged, kept, others = parted(ddp_kwargs, Compression, Kept)
         self.state = Kept(**kept, owner=owner).state
         self._way = WayIn(
@@ -161,7 +158,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         refuse_lazy(module)
         # DDP broadcasts by the own sizes of each.
         check_agreement({}, Distributed(), self.root_device, model_in_words(module))
-        with bucket_size(self, module, waits=self.configuration.waits(self.world_size)):
+        with arguments.bucket_size(self, module, waits=self.configuration.waits(self.world_size)):
             ddp: DistributedDataParallel = super().setup_module(module)
         before = self._attached.pop(module, None)
         if before is not None:  # set up again, as for another phase of training

@@ -23,13 +23,7 @@ from lightning_gc.exchange.validation import ELSEWHERE
 from lightning_gc.lightning.arguments import FSDPFields, changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy
 from lightning_gc.memories import Memory
-from lightning_gc.sharded.shard_validation import (
-    check_legs,
-    check_tensor_parallel,
-    check_verify,
-    refuse_errors,
-    refuse_settings,
-)
+from lightning_gc.sharded import shard_validation
 from lightning_gc.sharded.sharded_workers import FSDPWorkers
 from lightning_gc.sharded.unit_gathers import Weights, weights_of
 from lightning_gc.sharded.unit_scatters import ReduceScatter
@@ -151,8 +145,8 @@ class CompressedFSDP(ShardedStrategy):
     ) -> None:
         compressor: Compressor | str = Identity() if gradients is None else gradients
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
-        refuse_settings(_OWNER, "FSDP", changed(type(self), model_parallel_kwargs))
-        check_legs(_OWNER, gradients, weights, hops, workers_per_node)
+        shard_validation.refuse_settings(_OWNER, "FSDP", changed(type(self), model_parallel_kwargs))
+        shard_validation.check_legs(_OWNER, gradients, weights, hops, workers_per_node)
         self.hops, self.workers_per_node = hops, workers_per_node
         self.weights, self.tensor_parallel_size = weights, tensor_parallel_size
         of_both = Compression(compressor, **parted(model_parallel_kwargs, Compression)[0])
@@ -167,9 +161,9 @@ class CompressedFSDP(ShardedStrategy):
             else weights_of(_OWNER, weights, of_both.seed, of_both.min_numel)
         )
         self.controller = with_weights(_OWNER, self.controller, weights_controller, self._gathers)
-        refuse_errors(_OWNER, self.compressor, self.memory, memory is not None)
-        check_tensor_parallel(_OWNER, tensor_parallel_size, self.compressor)
-        check_verify(_OWNER, self.verify)
+        shard_validation.refuse_errors(_OWNER, self.compressor, self.memory, memory is not None)
+        shard_validation.check_tensor_parallel(_OWNER, tensor_parallel_size, self.compressor)
+        shard_validation.check_verify(_OWNER, self.verify)
 
     def _replicas_of(self, ranks: int) -> int:
         return 1

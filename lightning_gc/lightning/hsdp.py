@@ -22,11 +22,7 @@ from lightning_gc.lightning.arguments import HSDPFields, changed, refuse_unknown
 from lightning_gc.lightning.sharded import ShardedStrategy, divisors_of
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
-from lightning_gc.sharded.shard_validation import (
-    check_bucket_cap,
-    check_tensor_parallel,
-    refuse_settings,
-)
+from lightning_gc.sharded import shard_validation
 from lightning_gc.sharded.sharded_workers import ShardedWorkers
 
 _OWNER = "CompressedHSDPStrategy"
@@ -115,16 +111,16 @@ class CompressedHSDP(ShardedStrategy):
         **model_parallel_kwargs: Unpack[HSDPFields],
     ) -> None:
         refuse_unknown(type(self), compressor, model_parallel_kwargs)
-        refuse_settings(_OWNER, "HSDP", changed(type(self), model_parallel_kwargs))
+        shard_validation.refuse_settings(_OWNER, "HSDP", changed(type(self), model_parallel_kwargs))
         if replicas != "auto" and not (type(replicas) is int and replicas >= 1):
             why = "give the number of replicas of the model, at least 1, or 'auto', one per node"
             refuse(_OWNER, why, replicas=replicas)
-        check_bucket_cap(_OWNER, bucket_cap_mb)
+        shard_validation.check_bucket_cap(_OWNER, bucket_cap_mb)
         self.replicas, self.bucket_cap_mb = replicas, bucket_cap_mb
         self.tensor_parallel_size = tensor_parallel_size
         super().__init__(compressor, memory, scheme, controller, **model_parallel_kwargs)
         judge("Models in shards", _OWNER, controller=self.controller)
-        check_tensor_parallel(_OWNER, tensor_parallel_size, self.compressor)
+        shard_validation.check_tensor_parallel(_OWNER, tensor_parallel_size, self.compressor)
 
     def _replicas_of(self, ranks: int) -> int:
         return replicas_of(_OWNER, self.replicas, ranks, self.num_nodes)

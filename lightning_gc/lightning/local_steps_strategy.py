@@ -17,13 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from lightning_gc.attachment.attached_rounds import (
-    AttachedRounds,
-    Given,
-    Rendezvous,
-    Shards,
-    place_of,
-)
+from lightning_gc.attachment import attached_rounds
 from lightning_gc.checkpoint.side_file_store import Kept
 from lightning_gc.checkpoint.side_files import KEY
 from lightning_gc.checkpoint.worker_state import CheckpointParts
@@ -39,28 +33,17 @@ from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS
 from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.exchange.workers import reshard
-from lightning_gc.lightning.arguments import (
-    LocalStepsFields,
-    changed,
-    refuse_unknown,
-    refuse_wrapper_arguments,
-)
+from lightning_gc.lightning import arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.progress import steps_of
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
-from lightning_gc.local_steps import OuterSGD, RoundPlan
+from lightning_gc.local_steps import OuterSGD, RoundPlan, refusals
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
     MeanDrift,
     in_rounds,
     keep,
-)
-from lightning_gc.local_steps.refusals import (
-    OwnSteps,
-    refuse_optimizers,
-    refuse_synchronised_norms,
-    warn_of_one_round,
 )
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -86,7 +69,7 @@ class LocalHooks(CompressedStrategy):
     """Rounds of this process's workers, while fitting. Between steps the module is the first's."""
     _first_callback: type[FirstCallback]
     _first: FirstCallback | None = None
-    _own_steps: OwnSteps | None = None
+    _own_steps: refusals.OwnSteps | None = None
     _steps_own = False
     """Whether the Trainer's optimizer step is under way, which counts."""
     _way = replace(CompressedStrategy._way, rounds=True, no_choice=WITH_LOCAL_STEPS)
@@ -97,7 +80,7 @@ class LocalHooks(CompressedStrategy):
         owner = type(self).__name__
         automatic = trainer.lightning_module.automatic_optimization
         judge("LocalSteps and the module", owner, automatic=automatic)
-        refuse_synchronised_norms(owner, module)
+        refusals.refuse_synchronised_norms(owner, module)
         for callback in trainer.callbacks:
             names = {cls.__name__ for cls in type(callback).__mro__}
             judge("LocalSteps and callbacks", owner, names=names, callback=type(callback).__name__)
@@ -132,7 +115,7 @@ class LocalHooks(CompressedStrategy):
     def _keep(self, rounds: Sequence[LocalRounds]) -> None:
         """Begin a fit with these rounds, and let checkpoints keep them."""
         self._all_rounds = rounds
-        self._own_steps = OwnSteps(
+        self._own_steps = refusals.OwnSteps(
             type(self).__name__,
             self.local_workers.names,
             lambda: rounds[0].length * len(rounds),
@@ -156,7 +139,7 @@ class LocalHooks(CompressedStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
-        refuse_optimizers(type(self).__name__, self.optimizers)
+        refusals.refuse_optimizers(type(self).__name__, self.optimizers)
         self._listen()
 
     def _listen(self) -> None:
@@ -378,7 +361,7 @@ def warn_of_few_rounds(owner: str, compressor: Compressor, steps: int | None, ev
     if steps is None:
         return
     if knob is None or knob.field != "density" or compressor.level is None:
-        warn_of_one_round(owner, steps, every)
+        refusals.warn_of_one_round(owner, steps, every)
         return
     rounds = -(-steps // every)
     if rounds * compressor.level < 1:
@@ -501,17 +484,17 @@ class RealLocalSteps(LocalHooks, RealWorker):
         controller: Controller | str | None = None,
         *,
         show: Literal["common", "local"] = "common",
-        **ddp_kwargs: Unpack[LocalStepsFields],
+        **ddp_kwargs: Unpack[arguments.LocalStepsFields],
     ) -> None:
         owner = "LocalStepsStrategy"
-        given = changed(type(self), ddp_kwargs, DistributedDataParallel.__init__)
+        given = arguments.changed(type(self), ddp_kwargs, DistributedDataParallel.__init__)
         wraps = "island" in given
-        refuse_wrapper_arguments(owner, given, wraps=wraps)
+        arguments.refuse_wrapper_arguments(owner, given, wraps=wraps)
         wrapper = (DistributedDataParallel.__init__,) if wraps else ()
-        refuse_unknown(type(self), compressor, given, *wrapper)
+        arguments.refuse_unknown(type(self), compressor, given, *wrapper)
         super().__init__(compressor, memory, scheme, controller, show=show, **ddp_kwargs)
         plan = self.plan
-        self._place = place_of(plan)
+        self._place = attached_rounds.place_of(plan)
         self._place.refuse(plan, self._given)
 
     @property
@@ -520,9 +503,9 @@ class RealLocalSteps(LocalHooks, RealWorker):
         return bool(units_of(self.lightning_module))
 
     @property
-    def _given(self) -> Given:
+    def _given(self) -> attached_rounds.Given:
         configuration = self.local_workers.configuration
-        return Given(configuration, self.controller, self.verify)
+        return attached_rounds.Given(configuration, self.controller, self.verify)
 
     def setup_environment(self) -> None:
         """Join the other ranks; give a module that may be sharded the mesh of its island."""
@@ -549,7 +532,7 @@ class RealLocalSteps(LocalHooks, RealWorker):
         place, in_shards = self._place, self._in_shards
         if in_shards and plan.island > 1:
             reshard(module)  # else optimizers would have what FSDP2 gathered in an earlier fit
-            place = Shards(module, plan.island)
+            place = attached_rounds.Shards(module, plan.island)
         place.refuse(plan, replace(self._given, scaler=self._scaler()))
         place.refuse_module(plan.owner, module)
         if in_shards:
@@ -559,8 +542,10 @@ class RealLocalSteps(LocalHooks, RealWorker):
         if type(self.local_workers) is not place.kind:
             workers = place.kind(self.local_workers.configuration)
             self.checkpoint_parts = CheckpointParts(workers, settings={"exchanged": "weights"})
-        self._attach(lambda setup: AttachedRounds(module, setup, plan, self._keep, place))
-        self._place = place_of(plan)  # a number in a checkpoint is asked for once
+        self._attach(
+            lambda setup: attached_rounds.AttachedRounds(module, setup, plan, self._keep, place)
+        )
+        self._place = attached_rounds.place_of(plan)  # a number in a checkpoint is asked for once
         exchange = self._handle.meeting.exchange
         self._exchange = exchange if isinstance(exchange, ElasticExchange) else None
         assert self._until_teardown is not None
@@ -578,7 +563,7 @@ class RealLocalSteps(LocalHooks, RealWorker):
         kept = loaded.get(KEY)
         common = kept.get("common") if isinstance(kept, dict) else None
         number = common.get("elastic", {}).get("number") if isinstance(common, dict) else None
-        if isinstance(self._place, Rendezvous) and isinstance(number, int):
+        if isinstance(self._place, attached_rounds.Rendezvous) and isinstance(number, int):
             self._place = replace(self._place, wanted=number)
         return loaded
 
@@ -613,8 +598,8 @@ class RealLocalSteps(LocalHooks, RealWorker):
         return super().figures() | workers
 
     @property
-    def _handle(self) -> AttachedRounds:
-        assert isinstance(self._attached, AttachedRounds)
+    def _handle(self) -> attached_rounds.AttachedRounds:
+        assert isinstance(self._attached, attached_rounds.AttachedRounds)
         return self._attached
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -13,12 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gc.attachment.attached import Attached, Setup
-from lightning_gc.checkpoint.shard_store import (
-    Mesh,
-    ShardedRestoring,
-    ShardedSaving,
-    ShardPart,
-)
+from lightning_gc.checkpoint import shard_store
 from lightning_gc.exchange import JOINING
 from lightning_gc.lightning.base import RealWorker
 from lightning_gc.sharded.sharded_workers import ShardedWorkers, replica_mesh
@@ -36,7 +31,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
     local_workers: ShardedWorkers
     tensor_parallel_size: int
     way_out = "give the strategy state='off', with which errors begin at zero"
-    _stores = ShardedSaving, ShardedRestoring
+    _stores = shard_store.ShardedSaving, shard_store.ShardedRestoring
 
     @abc.abstractmethod
     def _replicas_of(self, ranks: int) -> int:
@@ -81,7 +76,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
             self._attach(self._attached_to)
 
     @property
-    def mesh_shape(self) -> Mesh:
+    def mesh_shape(self) -> shard_store.Mesh:
         """R, S and T."""
         replicas, shards, tensor_ranks = self._device_mesh.shape
         return replicas, shards, tensor_ranks
@@ -98,7 +93,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
         return bool(self._save_distributed_checkpoint)
 
     @property
-    def shard_parts(self) -> dict[str, ShardPart]:
+    def shard_parts(self) -> dict[str, shard_store.ShardPart]:
         """This rank's part of every trained parameter."""
         return self.local_workers.parts
 

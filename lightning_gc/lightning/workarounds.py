@@ -21,14 +21,9 @@ from lightning_gc.core.notices import waiting
 from lightning_gc.exchange import JOINING
 from lightning_gc.flavours import package_of, refuse_other_package
 from lightning_gc.lightning.api import StrategyAPI
+from lightning_gc.transports import peer_error
 from lightning_gc.transports.distributed import set_timeout
 from lightning_gc.transports.interfaces import named_interface
-from lightning_gc.transports.peer_error import (
-    awaiting_peers,
-    is_from_backend,
-    naming_peers,
-    peers_in_words,
-)
 
 _LIGHTNING = "what Lightning shares between workers: metrics, decisions, paths of checkpoints"
 _STEP = "a collective of DDP's, of Lightning's or of the module's own"
@@ -45,7 +40,7 @@ class PeerNaming(StrategyAPI):
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Wait for all workers, as Lightning does around a fit, a validation and a save."""
         until = f"reach Lightning's barrier {name or ''}".strip()
-        with awaiting_peers(until, self.global_rank, self.world_size):
+        with peer_error.awaiting_peers(until, self.global_rank, self.world_size):
             return self._named("barrier", _LIGHTNING, super().barrier, name, *args, **kwargs)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,14 +73,14 @@ class PeerNaming(StrategyAPI):
     def on_exception(self, exception: BaseException) -> None:
         """Explain an error that comes from elsewhere, such as a hook of the module's."""
         super().on_exception(exception)
-        if self.world_size > 1 and is_from_backend(exception):
+        if self.world_size > 1 and peer_error.is_from_backend(exception):
             own = self.global_rank, self.world_size
-            exception.add_note(peers_in_words(exception, _STEP, *own))
+            exception.add_note(peer_error.peers_in_words(exception, _STEP, *own))
 
     def _named(
         self, operation: str, during: str, act: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        with naming_peers(operation, during, self.global_rank, self.world_size):
+        with peer_error.naming_peers(operation, during, self.global_rank, self.world_size):
             return act(*args, **kwargs)
 
 

@@ -11,15 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_gc import controllers
-from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor
-from lightning_gc.compressors.base import (
-    AbsoluteError,
-    Contraction,
-    Knob,
-    Multiple,
-    Unbounded,
-    Variance,
-)
+from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor, base
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Field, Range
@@ -115,21 +107,21 @@ def wire_bits(compressor: Compressor) -> float:
 def bound(compressor: Compressor, numel: int) -> str:
     """Return the bound on the compression error in a few words."""
     found = compressor.bound(numel)
-    if compressor.traits.exact or found == Contraction(1.0):
+    if compressor.traits.exact or found == base.Contraction(1.0):
         return "no error"
-    if isinstance(found, Contraction):
+    if isinstance(found, base.Contraction):
         text = f"{found.delta:.3g}" if found.delta <= 0.99 else f"1 − {1 - found.delta:.3g}"
         return f"contraction\nδ = {text}"
-    if isinstance(found, Variance):
+    if isinstance(found, base.Variance):
         return f"variance\nω = {found.omega:.3g}"
-    if isinstance(found, Multiple):
+    if isinstance(found, base.Multiple):
         return f"‖error‖² ≤\n{found.omega:.3g}·‖x‖²"
-    if isinstance(found, AbsoluteError):
+    if isinstance(found, base.AbsoluteError):
         other = compressor.bound(4 * numel)
-        if isinstance(other, AbsoluteError) and abs(other.v - 2 * found.v) <= 1e-6 * found.v:
+        if isinstance(other, base.AbsoluteError) and abs(other.v - 2 * found.v) <= 1e-6 * found.v:
             return f"‖error‖ ≤\n{found.v / numel**0.5:.3g}·√d"
         return f"‖error‖ ≤\n{found.v:.3g}"
-    assert isinstance(found, Unbounded), found
+    assert isinstance(found, base.Unbounded), found
     return "none"
 
 
@@ -205,7 +197,7 @@ def waits_entry(name: str, cls: type[Compressor]) -> CatalogueEntry:
     return CatalogueEntry(name, cls, cells)
 
 
-def _knob(knob: Knob) -> str:
+def _knob(knob: base.Knob) -> str:
     sends = "more" if knob.more == "bytes" else "less"
     return f"{knob.field}: {knob.low:g} to {knob.high:g},\nhigher sends {sends}"
 

@@ -25,16 +25,7 @@ from lightning_gc.exchange.validation import refuse_sparse_gradients, refuse_unk
 from lightning_gc.lightning.api import StrategyAPI
 from lightning_gc.lightning.arguments import refuse_unknown
 from lightning_gc.lightning.base import CompressedStrategy
-from lightning_gc.lightning.simulation.own_state import (
-    Holder,
-    OwnValues,
-    Scope,
-    module_holders,
-    optimizer_holders,
-    package_of,
-    random_holder,
-    sampler_holders,
-)
+from lightning_gc.lightning.simulation import own_state
 from lightning_gc.lightning.simulation.sharded_loader import deal, is_dealable
 from lightning_gc.local_steps.refusals import with_held
 from lightning_gc.transports.accounting import COMPUTE
@@ -235,12 +226,12 @@ class SimulatedWorkers(Communication, CompressedStrategy):
 
     _reset_seed: Callable[[], None]
     _units: MicroBatches | None = None
-    _state: OwnValues | None = None
+    _state: own_state.OwnValues | None = None
     _hooks: Sequence[UsersHook] = ()
     _process: int | None = None
     _after_step = False
-    settings: OwnValues
-    _held: list[Holder]
+    settings: own_state.OwnValues
+    _held: list[own_state.Holder]
     _samplers: list[weakref.ref[Any]]
     _of_fit = CompressedStrategy._of_fit | {"_hooks", "_held", "_samplers", "_state"}
     _frozen: dict[str, torch.Tensor]
@@ -409,39 +400,41 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         finally:
             self._turn(before)
 
-    def _own_states(self) -> tuple[OwnValues, OwnValues]:
+    def _own_states(self) -> tuple[own_state.OwnValues, own_state.OwnValues]:
         """Return what each process has of its own, and what each worker's optimizers have."""
         self._held, self._samplers, self._frozen = [], [], {}
         return (
-            OwnValues(self._processes, self._holders, self._say),
-            OwnValues(self.workers, self._optimizers_held, self._say_of_settings),
+            own_state.OwnValues(self._processes, self._holders, self._say),
+            own_state.OwnValues(self.workers, self._optimizers_held, self._say_of_settings),
         )
 
-    def _scope(self) -> Scope:
+    def _scope(self) -> own_state.Scope:
         module = self.lightning_module
         weights = (each for name, each in module.named_parameters() if name not in self._frozen)
-        return Scope(chain(weights, module.buffers()), module.modules())
+        return own_state.Scope(chain(weights, module.buffers()), module.modules())
 
-    def _holders(self) -> tuple[list[Holder], Scope]:
+    def _holders(self) -> tuple[list[own_state.Holder], own_state.Scope]:
         held, frozen = self._held, self._frozen
         if not self.optimizers:  # data are asked for early, as for the number of steps
-            return [random_holder(self.root_device), *self._sampled()], self._scope()
+            return [own_state.random_holder(self.root_device), *self._sampled()], self._scope()
         if not held:
             frozen.update(self._moved_by_hand())
             sizes = [sum(each.nbytes for each in some) for some in (frozen.values(), self.names)]
             large = 0 if sizes[0] > _MANY_TIMES * sizes[1] else math.inf
-            held.extend(module_holders(self.lightning_module))
-            held.append(random_holder(self.root_device))
-            held.append(Holder("the parameters", dict(frozen), large=large))
+            held.extend(own_state.module_holders(self.lightning_module))
+            held.append(own_state.random_holder(self.root_device))
+            held.append(own_state.Holder("the parameters", dict(frozen), large=large))
         return held + self._sampled(), self._scope()
 
-    def _sampled(self) -> list[Holder]:
+    def _sampled(self) -> list[own_state.Holder]:
         known = ((ref(), index) for index, ref in enumerate(self._samplers))
-        return [holder for each, index in known for holder in sampler_holders(each, index)]
+        return [
+            holder for each, index in known for holder in own_state.sampler_holders(each, index)
+        ]
 
-    def _optimizers_held(self) -> tuple[list[Holder], Scope]:
+    def _optimizers_held(self) -> tuple[list[own_state.Holder], own_state.Scope]:
         parts = [part for each in self.optimizers for part in with_held(each)]
-        return optimizer_holders(parts), self._scope()
+        return own_state.optimizer_holders(parts), self._scope()
 
     def _say_of_settings(self, what: str, label: str, name: str) -> None:
         self._say(what, label, name)
@@ -663,7 +656,7 @@ def batch_ends(module: Any, ended: Callable[[UsersHook, tuple[Any, ...]], None])
 
 def overrides(owner: Any, name: str) -> bool:
     """Return whether a hook is the user's, not Lightning's."""
-    return package_of(getattr(owner, name)) not in _TRUSTED
+    return own_state.package_of(getattr(owner, name)) not in _TRUSTED
 
 
 _BATCH_END = "on_train_batch_end"
