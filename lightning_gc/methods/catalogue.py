@@ -335,11 +335,6 @@ def start_text(width: int) -> str:
     return text_table.plain(_START_HEAD, rows, width)
 
 
-def start_markdown() -> str:
-    """Return the table of ``START`` in Markdown."""
-    return text_table.markdown(_START_HEAD, [row[1:] for row in START], _START_HEAD)
-
-
 _COMBINATIONS_HEAD = ("where", "what does not go together")
 
 
@@ -402,7 +397,7 @@ def markdown(family: str) -> str:
     Related values share a cell, so that all columns fit on the screen.
     """
     if family == "start":
-        return start_markdown()
+        return text_table.markdown(_START_HEAD, [row[1:] for row in START], _START_HEAD)
     if family == "combinations":
         rows = [(place, re.sub(r"<(\w+)>", r"*\1*", said)) for place, said in _combinations()]
         return text_table.markdown(_COMBINATIONS_HEAD, rows, _COMBINATIONS_HEAD)
@@ -410,7 +405,8 @@ def markdown(family: str) -> str:
     for entry in FAMILIES[family]():
         cells = {heading: _on_page(text) for heading, text in entry.cells.items()}
         cells.pop("tuned", None)
-        what = " ".join(filter(None, [_on_page(entry.what), _cited(cells.pop("reference", ""))]))
+        reference = cells.pop("reference", "")
+        what = _on_page(entry.what) + (f" *{reference}*" if reference else "")
         if "scheme" in cells:
             cells["memory, scheme"] = f"{cells.pop('memory')},<br>{cells.pop('scheme')}"
         shown = {} if family in _FIGURES else {"what": what}
@@ -419,10 +415,6 @@ def markdown(family: str) -> str:
     columns = list(table[0])
     left = set(columns) - {"bits", "bytes"}
     return text_table.markdown(columns, [list(cells.values()) for cells in table], left)
-
-
-def _cited(reference: str) -> str:
-    return f"*{reference}*" if reference else ""
 
 
 def _on_page(text: str) -> str:
