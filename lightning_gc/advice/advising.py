@@ -19,6 +19,7 @@ from lightning_gc.advice.description import link_of
 from lightning_gc.advice.session import SHARE, SHARE_ALONE, Session
 from lightning_gc.bench import preparation
 from lightning_gc.bench.baselines import PLAIN, select_methods
+from lightning_gc.core.refusal import refuse
 from lightning_gc.methods.lightning_flavour import quiet_libraries
 from lightning_gc.methods.method import Method
 from lightning_gc.methods.text_table import markdown, plain
@@ -68,8 +69,8 @@ class Advice:
         """
         row = self.suggestion()
         if row is None:
-            raise ValueError(
-                f"The advice has no suggestion to write: {self.verdict or 'nothing was measured'}."
+            refuse(
+                f"The advice has no suggestion to write: {self.verdict or 'nothing was measured'}"
             )
         assert row.method is not None
         section = report.strategy_section(row, self.methods[row.method], self.ddp)
@@ -128,9 +129,9 @@ def advise(
     """
     nominal = None if link is None else link_of(link)
     if workers is not None and workers < 2:
-        raise ValueError(f"advise(workers={workers!r}): at least 2 exchange gradients.")
+        refuse(f"advise(workers={workers!r}): at least 2 exchange gradients")
     if budget_seconds < 10:
-        raise ValueError(f"advise(budget_seconds={budget_seconds:g}): give 10 or more.")
+        refuse(f"advise(budget_seconds={budget_seconds:g}): give 10 or more")
     began = time.monotonic()
     worker = preparation.WorkerRank.from_environment("advise")
     quiet_libraries()

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from lightning_gc.core import notices
+from lightning_gc.core.refusal import refuse
 from lightning_gc.transports import interfaces
 
 if TYPE_CHECKING:
@@ -223,10 +224,10 @@ def party_of(options: argparse.Namespace) -> Party | None:
     names["--master-addr"] = options.master_addr
     given = [name for name, value in names.items() if value is not None]
     if not 1 <= options.wait < float("inf"):
-        raise ValueError(f"--wait {options.wait:g}: give 1 second or more, such as 60.")
+        refuse(f"--wait {options.wait:g}: give 1 second or more, such as 60")
     if TORCHRUN in os.environ:
         if given:
-            raise ValueError(f"{given[0]}: torchrun has said it. Give it to torchrun only.")
+            refuse(f"{given[0]}: torchrun has said it. Give it to torchrun only")
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         rank, machines = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // local
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -237,15 +238,15 @@ def party_of(options: argparse.Namespace) -> Party | None:
         return None
     missing = sorted(names.keys() - given)
     if missing:
-        raise ValueError(f"{', '.join(given)} needs also {' and '.join(missing)}.")
+        refuse(f"{', '.join(given)} needs also {' and '.join(missing)}")
     number, machines = options.node_rank, options.nnodes
     address, port = _place(options.master_addr, options.master_port)
     if machines < 1:
-        raise ValueError(f"--nnodes {machines}: give the number of machines, such as 2.")
+        refuse(f"--nnodes {machines}: give the number of machines, such as 2")
     if not 0 <= number < machines:
-        raise ValueError(f"--node-rank {number}: give 0 to {machines - 1}, each on one machine.")
+        refuse(f"--node-rank {number}: give 0 to {machines - 1}, each on one machine")
     if not 0 < port < 1 << 16:
-        raise ValueError(f"--master-port {port}: a port is a number from 1 to 65535.")
+        refuse(f"--master-port {port}: a port is a number from 1 to 65535")
     return Party(number, machines, address, port, number == 0, options.wait)
 
 
@@ -259,13 +260,11 @@ def _place(address: str, port: int | None) -> tuple[str, int]:
         return address, PORT if port is None else port
     host, written = found["six"] or found["host"], found["its"] or found["port"]
     if not host or (written and not (written.isascii() and written.isdecimal())):
-        raise ValueError(f"--master-addr {address}: write an address, such as 10.0.0.1:{PORT}.")
+        refuse(f"--master-addr {address}: write an address, such as 10.0.0.1:{PORT}")
     if written is None:
         return host, PORT if port is None else port
     if port not in (None, int(written)):
-        raise ValueError(
-            f"--master-addr {address} and --master-port {port} name two ports. Give one of them."
-        )
+        refuse(f"--master-addr {address} and --master-port {port} name two ports. Give one of them")
     return host, int(written)
 
 

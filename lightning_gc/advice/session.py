@@ -22,6 +22,7 @@ from lightning_gc.bench.baselines import BF16, FP16, NO_EXCHANGE, NONE, PLAIN, b
 from lightning_gc.bench.benchmark import Say, take_turns
 from lightning_gc.bench.method_run import WARMUP_STEPS, Measurement, measure, train
 from lightning_gc.bench.preparation import BenchError, BenchSetup
+from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange.timeline import Module
 from lightning_gc.exchange.workers import plain_name
 from lightning_gc.methods.lightning_flavour import pl
@@ -252,9 +253,9 @@ class Session:
             self.device,
         )
         if prediction.WHOLE in self.missing:
-            raise ValueError(
+            refuse(
                 f"The uncompressed exchange could not be timed: {self.missing[prediction.WHOLE]}. "
-                f"All predictions need it. Free the device's memory, or use a smaller model."
+                f"All predictions need it. Free the device's memory, or use a smaller model"
             )
         self.shapes = {name: timing.sizes()[name][0] for name in names}
         here = prediction.Situation(
@@ -357,9 +358,9 @@ class Session:
             )
             _, module = train(self.setup, strategy, WARMUP_STEPS + STEPS, name, callbacks)
             if not module.automatic_optimization:
-                raise ValueError(
+                refuse(
                     "The model optimizes manually, so a step may have several exchanges. advise "
-                    "cannot predict their timeline. Use lightning-gc bench."
+                    "cannot predict their timeline. Use lightning-gc bench"
                 )
             rank, ranks = self.setup.worker.rank, self.setup.worker.world_size
             with awaiting_peers(f"finish {name}", rank, ranks):

@@ -20,6 +20,7 @@ from lightning_gc.advice.description import Shapes as Shapes
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core import Exchange, Gather, Mean, Reply, Request
+from lightning_gc.core.refusal import refuse
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.timeline import BucketWork
 from lightning_gc.kernels import dispatch
@@ -263,7 +264,7 @@ def pattern(traces: Sequence[Trace]) -> Pattern:
     *_, largest = traces
     kinds = {tuple((a.kind, a.collectives, a.lengths) for a in each.asked) for each in traces}
     if len(kinds) > 1:
-        raise ValueError(f"The requests depend on the number of workers: {kinds}.")
+        refuse(f"The requests depend on the number of workers: {kinds}")
     sizes = _sizes(traces)
     seconds = _fit(traces, [list(each.seconds) for each in traces])
     found = Pattern(largest, sizes, seconds)

@@ -23,6 +23,7 @@ from lightning_gc.advice.costs import bucket_trace, simulated
 from lightning_gc.advice.description import Description, Shapes
 from lightning_gc.advice.traces import Asked, Trace, pattern
 from lightning_gc.compressors.wrappers.per_parameter import by_default
+from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange.timeline import Module
 from lightning_gc.methods.catalogue import start_text
 from lightning_gc.methods.method import Method, parse_method
@@ -120,9 +121,9 @@ class WhatIf(Description):
         """The methods whose costs are shipped."""
         names = [n for n in prediction.METHODS if not self.gpu or n in shipped()["gpu"]["step_ms"]]
         if missing := set(self.chosen).difference(names):
-            raise ValueError(
+            refuse(
                 f"--methods {min(missing)}: it has no costs on a GPU. Choose from "
-                f"{', '.join(names)}."
+                f"{', '.join(names)}"
             )
         names = [name for name in names if name in (self.chosen or names)]
         return {name: parse_method(name) for name in names}

@@ -29,6 +29,7 @@ from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.copies import Single
 from lightning_gc.core.notices import say
+from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange import validation
 from lightning_gc.exchange.compression import Resolved, WayIn
 from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
@@ -488,9 +489,9 @@ class Attached(Single):
         Call it on all workers before every training batch, instead of ``begin_epoch``.
         """
         if self.control is None or not self._setup.optimizers():
-            raise ValueError(
+            refuse(
                 f"A decision needs a controller, and an optimizer for the learning rate. Give "
-                f"{self._setup.way.owner} both, such as controller=Accordion(low=0.1, high=0.01)."
+                f"{self._setup.way.owner} both, such as controller=Accordion(low=0.1, high=0.01)"
             )
         self.decide(epoch, partial(Moment, metrics or {}, **run))
 
@@ -529,7 +530,7 @@ class Attached(Single):
         if self._workers.first.torn:
             raise RuntimeError("A step is under way, so its errors are not final; save after it.")
         if mode not in ("full", "mean"):
-            raise ValueError(f"state_dict(mode={mode!r}): use 'full' or 'mean'.")
+            refuse(f"state_dict(mode={mode!r}): use 'full' or 'mean'")
         if mode == "full":
             return memory_store.state_dict(self._setup.checkpoint_parts)
         with self._peers.awaiting("save the mean state"):

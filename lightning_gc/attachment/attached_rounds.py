@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_gc.attachment.attached import Attached, InBackground, Setup, peers_of
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.elastic.elastic_exchange import ElasticExchange, ElasticState
 from lightning_gc.exchange import Workers
 from lightning_gc.exchange.compression import Resolved
@@ -218,9 +219,9 @@ def _islands(setup: Setup, kind: str, size: int) -> tuple[list[range], list[rang
     check_agreement({"island": kind}, Distributed(), setup.device)
     ranks = dist.get_world_size()
     if ranks % size:
-        raise ValueError(
+        refuse(
             f"{setup.way.owner}(island={size}): {ranks} processes are not islands of {size}, "
-            f"and all islands must be equal. Start {size}, {2 * size}, {3 * size}, ... of them."
+            f"and all islands must be equal. Start {size}, {2 * size}, {3 * size}, ... of them"
         )
     islands = [range(first, first + size) for first in range(0, ranks, size)]
     return islands, [range(seat, ranks, size) for seat in range(size)]

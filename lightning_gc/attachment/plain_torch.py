@@ -19,6 +19,7 @@ from lightning_gc.attachment.attached_shards import AttachedScatters, AttachedSh
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.core.settings import takes_fields
 from lightning_gc.exchange import Compression, WayIn
@@ -124,7 +125,7 @@ def attach(
     """
     refuse_unknown("attach", fields)
     if compressor is None:
-        raise ValueError("attach needs a compressor; write attach(module, QSGD(4)).")
+        refuse("attach needs a compressor; write attach(module, QSGD(4))")
     check_timeout("attach", timeout)
     module = _uncompiled(module)
     _refuse_other_modules(module)
@@ -204,9 +205,9 @@ def _uncompiled(module: Any) -> Any:
     else:
         return module
     if ran and inside not in Attached.known:
-        raise ValueError(
+        refuse(
             f"attach({type(module).__name__}(...)): the compiled module has run already. Call "
-            f"attach before its first forward pass, before or after torch.compile."
+            f"attach before its first forward pass, before or after torch.compile"
         )
     return inside
 
@@ -217,21 +218,21 @@ def _refuse_other_modules(module: object) -> None:
     inside = list(module.modules()) if isinstance(module, nn.Module) else []
     bases = {base for each in inside for base in type(each).__mro__}
     if any(base.__module__.startswith(_REPLICATE) for base in bases):
-        raise ValueError(
+        refuse(
             f"attach({given}(...)): modules of torch's replicate(...) are not supported; use "
-            f"DistributedDataParallel(model) instead of replicate(model)."
+            f"DistributedDataParallel(model) instead of replicate(model)"
         )
     if isinstance(module, wanted):
         return
     held = next((type(each).__name__ for each in inside if isinstance(each, wanted)), None)
     if held is not None:
-        raise ValueError(
+        refuse(
             f"attach({given}(...)): the module holds a {held}, which exchanges the gradients; give "
-            f"attach that one."
+            f"attach that one"
         )
-    raise ValueError(
+    refuse(
         f"attach({given}(...)): give a DistributedDataParallel module, or one that fully_shard was "
-        f"called on; wrap the model first: attach(DistributedDataParallel(model), ...)."
+        f"called on; wrap the model first: attach(DistributedDataParallel(model), ...)"
     )
 
 
@@ -241,7 +242,7 @@ def refuse_unknown(owner: str, given: Mapping[str, object]) -> None:
     for name in given:
         if name not in known:
             instead = ELSEWHERE.get(name) or did_you_mean(name, known)
-            raise ValueError(f"{owner}({name}=...): unknown argument{instead}.")
+            refuse(f"{owner}({name}=...): unknown argument{instead}")
 
 
 _REPLICATE = "torch.distributed._composable.replicate"

@@ -178,9 +178,9 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
     ) -> None:
         owner = type(self).__name__
         if isinstance(optimizer, Compressor) or isinstance(compressor, Optimizer):
-            raise ValueError(
+            refuse(
                 f"{owner}: the order is model, optimizer, compressor; write "
-                f"{owner}(model, optimizer, QSGD(4))."
+                f"{owner}(model, optimizer, QSGD(4))"
             )
         check_timeout(owner, timeout)
         exchanged, of_rounds, unknown = parted(fields, Compression, RoundPlan)
@@ -262,9 +262,9 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         """
         exchange, count = self._elastic, self._count
         if exchange is None:
-            raise ValueError(
+            refuse(
                 f"{self._owner}.until({total}) counts the steps of elastic workers; without "
-                f"elastic=Elastic(...) use range({total})."
+                f"elastic=Elastic(...) use range({total})"
             )
         count.total, count.schedulers = total, schedulers
         refusals.warn_of_one_round(self._owner, total, self.rounds.every)
@@ -633,9 +633,9 @@ def _judged(
     if plan.elastic is None:
         _refuse_process_group(plan.owner, device)
     if any(each._module is model for each in LocalSteps._open):
-        raise ValueError(
+        refuse(
             f"{plan.owner}: this model's weights or gradients are exchanged already; close the "
-            f"handle before you make another one."
+            f"handle before you make another one"
         )
     return found
 
@@ -643,21 +643,21 @@ def _judged(
 def _refuse_model(owner: str, model: Any, island: int) -> None:
     """Raise ValueError for a module that exchanges gradients, or is not in one process."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{owner}({type(model).__name__}(...)): give the module that is trained.")
+        refuse(f"{owner}({type(model).__name__}(...)): give the module that is trained")
     for module in model.modules():
         bases = {(base.__module__, base.__name__) for base in type(module).__mro__}
         names = {name for where, name in bases if where.startswith("torch.")}
         if names & _GRADIENTS:
-            raise ValueError(
+            refuse(
                 f"{owner}({type(model).__name__}(...)): {(names & _GRADIENTS).pop()} exchanges "
                 f"gradients in every backward pass. Give the module inside it, such as ddp.module, "
-                f"and train that module."
+                f"and train that module"
             )
         if names & (_SHARDS if island == 1 else {_FSDP}):
-            raise ValueError(
+            refuse(
                 f"{owner}({type(model).__name__}(...)): {(names & _SHARDS).pop()} keeps the "
                 f"weights in shards, so no process has a worker's weights. Give each process the "
-                f"complete model, or shard it by fully_shard among N ranks and give island=N."
+                f"complete model, or shard it by fully_shard among N ranks and give island=N"
             )
 
 
@@ -668,15 +668,15 @@ _SHARDS = {_FSDP, "FSDPModule"}
 
 def _with_hooks(owner: str, optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
-        raise ValueError(
+        refuse(
             f"{owner}(optimizer={type(optimizer).__name__}(...)): give the optimizer that trains "
-            f"the model, one of torch.optim.Optimizer."
+            f"the model, one of torch.optim.Optimizer"
         )
     found: Optimizer = refusals.innermost(optimizer)
     if refusals.HOOKS not in vars(found):
-        raise ValueError(
+        refuse(
             f"{owner}(optimizer={type(found).__name__}(...)): torch calls no hooks in its steps, "
-            f"since its __init__ does not call super().__init__(params, defaults); let it do so."
+            f"since its __init__ does not call super().__init__(params, defaults); let it do so"
         )
     return found
 
@@ -692,10 +692,10 @@ def _device_of(owner: str, model: nn.Module, optimizer: Optimizer) -> torch.devi
     for number, group in enumerate(optimizer.param_groups):
         other = next((each for each in group["params"] if each not in own), None)
         if other is not None:
-            raise ValueError(
+            refuse(
                 f"{owner}: parameter group {number} of {type(optimizer).__name__} has a tensor of "
                 f"shape {tuple(other.shape)} that is not a parameter of the model, so it would "
-                f"not be exchanged. Give the model and the optimizer of its parameters."
+                f"not be exchanged. Give the model and the optimizer of its parameters"
             )
     return devices.pop()
 
@@ -703,14 +703,14 @@ def _device_of(owner: str, model: nn.Module, optimizer: Optimizer) -> torch.devi
 def _refuse_process_group(owner: str, device: torch.device) -> None:
     """Raise ValueError unless the default process group can send from ``device``."""
     if not dist.is_initialized():
-        raise ValueError(
+        refuse(
             f"{owner}: no process group exists, so workers cannot exchange weights. Call "
-            f'torch.distributed.init_process_group("gloo") first, and start with torchrun.'
+            f'torch.distributed.init_process_group("gloo") first, and start with torchrun'
         )
     backends = dist.get_backend_config()
     if not any(each.startswith(f"{device.type}:") for each in backends.split(",")):
-        raise ValueError(
+        refuse(
             f"{owner}: the model is on {device}, but the default process group has the backend "
             f"{backends}. Move the model before, or give init_process_group a backend for "
-            f"{device.type}, such as 'cpu:gloo,cuda:nccl'."
+            f"{device.type}, such as 'cpu:gloo,cuda:nccl'"
         )

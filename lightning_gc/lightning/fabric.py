@@ -18,6 +18,7 @@ from lightning_gc.checkpoint.side_file_store import FabricCheckpoint, Kept
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import CheckedCalls, parted, takes_fields
 from lightning_gc.exchange import Compression, Configuration, WayIn
 from lightning_gc.exchange.validation import ELSEWHERE, check_agreement, refuse_lazy
@@ -129,9 +130,9 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
             ValueError: none has been set up, or several have.
         """
         if len(self._attached) != 1:
-            raise ValueError(
+            refuse(
                 f"{len(self._attached)} modules have been set up by this Fabric; call "
-                f"fabric.setup(model, optimizer) first, or take one of strategy.handles."
+                f"fabric.setup(model, optimizer) first, or take one of strategy.handles"
             )
         return self.handles[0]
 

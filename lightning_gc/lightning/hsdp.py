@@ -140,8 +140,8 @@ def replicas_of(owner: str, replicas: Any, ranks: int, nodes: int) -> int:
     """Return R; ValueError if so many replicas cannot share the ranks equally."""
     number = nodes if replicas == "auto" else int(replicas)
     if ranks % number:
-        raise ValueError(
+        refuse(
             f"{owner}(replicas={replicas!r}): {ranks} ranks cannot be shared out equally among "
-            f"{number} replicas; use one of {', '.join(map(str, divisors_of(ranks)))}."
+            f"{number} replicas; use one of {', '.join(map(str, divisors_of(ranks)))}"
         )
     return number

@@ -25,6 +25,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import parted, takes_fields
 from lightning_gc.elastic.elastic_exchange import ElasticExchange
 from lightning_gc.elastic.roll import Roll
@@ -98,7 +99,7 @@ class LocalHooks(CompressedStrategy):
     ) -> None:
         owner = type(self).__name__
         if show not in ("common", "local"):
-            raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
+            refuse(f"{owner}(show={show!r}): use 'common' or 'local'")
         fields, given = parted(given, RoundPlan)
         plan = RoundPlan(owner=owner, outer=outer, **fields)
         self.show, self.plan = show, plan
@@ -518,9 +519,9 @@ class RealLocalSteps(LocalHooks, RealWorker):
 
     def setup(self, trainer: Any) -> None:
         if trainer.state.fn != "fit" and self._in_shards:
-            raise ValueError(
+            refuse(
                 f"{type(self).__name__}: a module in shards is only trained here. Validate or test "
-                f"it with Trainer(strategy=ModelParallelStrategy())."
+                f"it with Trainer(strategy=ModelParallelStrategy())"
             )
         super().setup(trainer)
 

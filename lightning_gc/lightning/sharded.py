@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.checkpoint import shard_store
+from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange import JOINING
 from lightning_gc.lightning.base import RealWorker
 from lightning_gc.sharded.sharded_workers import ShardedWorkers, replica_mesh
@@ -50,9 +51,9 @@ class ShardedStrategy(RealWorker, abc.ABC):
         """Join the other ranks; make a mesh with a replica as its ``"data_parallel"`` dimension."""
         ranks, tensor_ranks = self.num_nodes * self.num_processes, self.tensor_parallel_size
         if ranks % tensor_ranks:
-            raise ValueError(
+            refuse(
                 f"{type(self).__name__}(tensor_parallel_size={tensor_ranks}): {ranks} ranks are "
-                f"not a multiple of it; use one of {', '.join(map(str, divisors_of(ranks)))}."
+                f"not a multiple of it; use one of {', '.join(map(str, divisors_of(ranks)))}"
             )
         replicas = self._replicas_of(ranks // tensor_ranks)
         self._data_parallel_size, self._tensor_parallel_size = ranks, 1

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_gc.core.notices import waiting
+from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange import JOINING
 from lightning_gc.flavours import package_of, refuse_other_package
 from lightning_gc.lightning.api import StrategyAPI
@@ -288,16 +289,14 @@ class SingleTrainer(StrategyAPI):
     def state_key(self) -> str:
         """Refuse to be a callback: a Trainer asks for its key."""
         name = type(self).__name__
-        raise ValueError(
-            f"{name} is a strategy, not a callback; write {self._owner}(strategy={name}(...))."
-        )
+        refuse(f"{name} is a strategy, not a callback; write {self._owner}(strategy={name}(...))")
 
     @property
     def _accelerator(self) -> Any:
         if self._taken:
-            raise ValueError(
+            refuse(
                 f"This {type(self).__name__} already belongs to a {self._owner}, and holds its "
-                f"error state. Make a new one for every {self._owner}."
+                f"error state. Make a new one for every {self._owner}"
             )
         return self.__dict__.get("_accelerator_in_use")
 

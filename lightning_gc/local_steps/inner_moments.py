@@ -50,7 +50,7 @@ class InnerMoments(Settings):
 
     def __post_init__(self) -> None:
         if not self.periods:
-            raise ValueError("InnerMoments(periods={}): name a moment, such as {'exp_avg': 3}.")
+            refuse("InnerMoments(periods={}): name a moment, such as {'exp_avg': 3}")
         for name, rounds in self.periods.items():
             if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
                 why = f"the period of {name} must be a number of rounds, 1 or more; use 3"
@@ -88,10 +88,10 @@ class Moments:
                 _refuse_unknown(name, states)
             for (param_name, param), moment in zip(params.items(), found, strict=True):
                 if moment is not None and moment.shape != param.shape:
-                    raise ValueError(
+                    refuse(
                         f"InnerMoments: {name} of {param_name} has shape {tuple(moment.shape)}, "
                         f"not the parameter's {tuple(param.shape)}, so it cannot be averaged; "
-                        f"leave {name} out."
+                        f"leave {name} out"
                     )
                 here = None if moment is None else local_part(moment)
                 self._kept.append(here)
@@ -121,7 +121,7 @@ def _refuse_unknown(name: str, states: _States) -> None:
     """Raise ValueError, with the names that the optimizers have, if they have any state."""
     known = sorted({each for state in states for own in state.values() for each in own})
     if known:
-        raise ValueError(
+        refuse(
             f"InnerMoments: no optimizer keeps {name}; they keep {', '.join(known)}. Name one of "
-            f"these."
+            f"these"
         )

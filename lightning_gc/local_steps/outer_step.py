@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 
 
@@ -50,8 +51,8 @@ class OuterSGD(Settings):
 
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:
-            raise ValueError(
-                "OuterSGD(nesterov=True) needs momentum; use OuterSGD.diloco(), or nesterov=False."
+            refuse(
+                "OuterSGD(nesterov=True) needs momentum; use OuterSGD.diloco(), or nesterov=False"
             )
 
     @classmethod

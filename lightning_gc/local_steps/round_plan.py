@@ -70,13 +70,11 @@ class GrowingRounds(Settings):
     def __post_init__(self) -> None:
         for name, steps in (("base", self.base), ("longest", self.longest)):
             if steps is not None and (not isinstance(steps, int) or steps < 1):
-                raise ValueError(
-                    f"GrowingRounds({name}={steps!r}): give a number of steps, 1 or more."
-                )
+                refuse(f"GrowingRounds({name}={steps!r}): give a number of steps, 1 or more")
         if self.longest is not None and self.longest < self.base:
-            raise ValueError(
+            refuse(
                 f"GrowingRounds(base={self.base}, longest={self.longest}): the longest round has "
-                f"fewer steps than the shortest; exchange the two."
+                f"fewer steps than the shortest; exchange the two"
             )
 
     def length(self, rate: float, before: float | None) -> int:
@@ -163,16 +161,16 @@ class Elastic(Settings):
         scheme, found, _ = str(self.rendezvous).partition("://")
         stores = {*known_implementations, *registry} - {"http", "https"}
         if found and scheme not in stores:
-            raise ValueError(
+            refuse(
                 f"Elastic(rendezvous={self.rendezvous!r}): fsspec cannot write to {scheme}://; "
                 f"give host and port without a scheme, such as '10.0.0.1:29400', a path, or a URL "
-                f"of fsspec, such as 's3://bucket/run'."
+                f"of fsspec, such as 's3://bucket/run'"
             )
         if self.address is not None or self.ports is not None:
-            raise ValueError(
+            refuse(
                 f"Elastic(rendezvous={str(self.rendezvous)!r}, address={self.address!r}, "
                 f"ports={self.ports!r}): nothing listens where workers meet in a folder; leave "
-                f"address and ports out."
+                f"address and ports out"
             )
 
     def __post_init__(self) -> None:
@@ -208,9 +206,9 @@ def check_secret(secret: Any, owner: str) -> None:
     found = "is empty" if isinstance(secret, str) else f"is of type {type(secret).__name__}"
     if isinstance(secret, str) and secret.strip():
         found = "begins or ends with white space; use its strip()"
-    raise ValueError(
+    refuse(
         f"{owner}(secret=...): the secret {found}. Give a long random text, or leave it out if "
-        f"everyone who reaches the port may take part."
+        f"everyone who reaches the port may take part"
     )
 
 

@@ -87,9 +87,9 @@ class Unequal(Settings):
     def check_workers(self, owner: str, workers: int) -> None:
         """Raise ValueError unless there is a speed for each worker, if speeds are given."""
         if isinstance(self.pace, tuple) and len(self.pace) != workers:
-            raise ValueError(
+            refuse(
                 f"{owner}(unequal=Unequal(pace={self.pace!r})): these are {len(self.pace)} speeds "
-                f"for {workers} workers; give {workers}, or use pace='measured'."
+                f"for {workers} workers; give {workers}, or use pace='measured'"
             )
 
 
@@ -97,10 +97,8 @@ def check_speeds(owner: str, name: str, speeds: Sequence[Any]) -> None:
     """Raise ValueError unless all speeds are numbers above 0."""
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in speeds)
     if not speeds or not numbers or not all(0 < v < math.inf for v in speeds):
-        raise ValueError(
-            f"{owner}({name}={tuple(speeds)!r}): give a number above 0 for each worker, such as "
-            f"(1.0, 0.5)."
-        )
+        why = "give a number above 0 for each worker, such as (1.0, 0.5)"
+        refuse(owner, why, **{name: tuple(speeds)})
 
 
 class WallClock:

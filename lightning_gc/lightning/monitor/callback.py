@@ -17,6 +17,7 @@ import torch
 
 from lightning_gc.control.probes import StepClock
 from lightning_gc.controllers import Decision
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.engine import Engine
 from lightning_gc.flavours import EitherLightning, package_of
@@ -159,9 +160,9 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         """Start at zero with a new trainer; what a checkpoint holds is loaded after this."""
         self._joined = True
         if sum(isinstance(each, Monitor) for each in trainer.callbacks) > 1:
-            raise ValueError(
+            refuse(
                 "Trainer(callbacks=...) has two CompressionMonitors, but one watches all workers "
-                "and writes to every logger; give one."
+                "and writes to every logger; give one"
             )
         if stage == "fit" and trainer.global_step == 0:
             self._sums, self._judged = [totals.Sums()], False
@@ -372,11 +373,11 @@ def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
     engines = getattr(trainer.strategy, "engines", ())
     recordings = getattr(trainer.strategy, "recordings", ())
     if not engines or not recordings:
-        raise ValueError(
+        refuse(
             f"CompressionMonitor watches CompressedDDPStrategy, CompressedFSDPStrategy, "
             f"CompressedHSDPStrategy, LocalStepsStrategy and SimulatedDDPStrategy, but the Trainer "
             f"has {type(trainer.strategy).__name__}. Use one of these; "
-            f"CompressedDDPStrategy(Identity()) equals plain DDP."
+            f"CompressedDDPStrategy(Identity()) equals plain DDP"
         )
     return engines, recordings
 

@@ -220,7 +220,7 @@ def named_hparams(
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams
 
-    records = hparams(dict(values), dict.fromkeys(metrics, 0))
+    records: tuple[Any, Any, Any] = hparams(dict(values), dict.fromkeys(metrics, 0))
     plugin = records[0].value[0].metadata.plugin_data
     content = HParamsPluginData.FromString(plugin.content)
     for info in content.experiment.hparam_infos:

@@ -18,6 +18,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.core import Flow
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.copies import Single
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.saved_state import each_tensor
 from lightning_gc.core.settings import parted, takes_fields
 from lightning_gc.elastic.roll import Entrance, Roll, Round
@@ -147,10 +148,10 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self._refuse_trainer(module.trainer, module)
         refuse_shards(type(self).__name__, module, islands=False)
         if self._scaler() is not None:
-            raise ValueError(
+            refuse(
                 f"{type(self).__name__}: every worker needs its own loss scaler, and the "
                 f"Trainer has one. Use precision='bf16-mixed', or {self._of_processes} with "
-                f"processes."
+                f"processes"
             )
         workers = self.local_workers
         unequal = self.plan.unequal
@@ -500,10 +501,10 @@ class Replay:
         self._roll = Roll.read(roll) if isinstance(roll, str) else roll
         self.numbers = self._roll.numbers
         if workers is not None or not self._roll or self._roll[0].round:
-            raise ValueError(
+            refuse(
                 f"SimulatedLocalStepsStrategy(workers={workers!r}, roll=a roll of "
                 f"{len(self._roll)} rounds): a replay begins with round 0, and its workers are "
-                f"those of the roll; leave workers out, and give the rendezvous's file."
+                f"those of the roll; leave workers out, and give the rendezvous's file"
             )
         self.present: Sequence[int] = ()
 

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.compressors import Compressor
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.saved_state import Tree
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Peers
@@ -246,15 +247,13 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     ) -> None:
         owner = type(self).__name__
         if not isinstance(workers, int) or workers < 1:
-            raise ValueError(f"{owner}(workers={workers!r}): give a whole number, 1 or more.")
+            refuse(owner, "give a whole number, 1 or more", workers=workers)
         if isinstance(network, str):
             up, down = rates(network, f"{owner}(network=...): ")
             network = NetworkModel(up) if up == down else NetworkModel(up_gbps=up, down_gbps=down)
         if not isinstance(network, NetworkModel):
-            raise ValueError(
-                f"{owner}(network={network!r}): give an instance, such as "
-                f"NetworkModel(bandwidth_gbps=10.0), or a rate, such as '1gbit'."
-            )
+            such_as = "such as NetworkModel(bandwidth_gbps=10.0), or a rate, such as '1gbit'"
+            refuse(owner, f"give an instance, {such_as}", network=network)
         judge("Simulated workers", owner, verify=given.get("verify", 0), instead=self._of_processes)
         refuse_unknown(type(self), compressor, given)
         self.workers = workers
@@ -323,9 +322,9 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         devices = trainer._accelerator_connector._parallel_devices
         if not self._device_given and devices:
             if len(devices) > 1:
-                raise ValueError(
+                refuse(
                     f"The Trainer has {len(devices)} devices, but {self.workers} simulated workers "
-                    f"share one. Use Trainer(devices=1); workers={self.workers} is their number."
+                    f"share one. Use Trainer(devices=1); workers={self.workers} is their number"
                 )
             self._root_device = torch.device(devices[0])
         if trainer.state.fn == "fit":
@@ -345,11 +344,11 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             return
         module = self.lightning_module
         if not module.automatic_optimization:
-            raise ValueError(
+            refuse(
                 f"{type(module).__name__} optimizes manually, but simulated workers take turns in "
                 f"Lightning's gradient accumulation. Join several optimizers: return "
                 f"Together([muon, adamw]) with automatic_optimization = True. For one loss per "
-                f"optimizer, as in a GAN, use CompressedDDPStrategy with processes."
+                f"optimizer, as in a GAN, use CompressedDDPStrategy with processes"
             )
         refuse_sparse_gradients(module)
         self._refuse_synchronised_norms()
@@ -683,16 +682,16 @@ class MicroBatches:
         self._given: dict[str, Any] = {}
         given = trainer.accumulate_grad_batches
         if given != 1 and given % workers:
-            raise ValueError(
+            refuse(
                 f"Trainer(accumulate_grad_batches={given}) with {workers} simulated workers: give "
-                f"1, or a multiple of {workers}; {workers * given} accumulates {given} for each."
+                f"1, or a multiple of {workers}; {workers * given} accumulates {given} for each"
             )
         for callback in trainer.callbacks:
             if hasattr(callback, "going_to_accumulate_grad_batches"):
-                raise ValueError(
+                refuse(
                     f"{type(callback).__name__} changes accumulate_grad_batches, which simulated "
                     f"workers need for themselves. Remove it; Trainer(accumulate_grad_batches="
-                    f"k*{workers}) accumulates k micro-batches for each of {workers} workers."
+                    f"k*{workers}) accumulates k micro-batches for each of {workers} workers"
                 )
         self._set("accumulate_grad_batches", workers if given == 1 else given)
         for name in ("limit_train_batches", "val_check_interval"):
@@ -721,9 +720,9 @@ class MicroBatches:
             if all(is_dealable(loader) for loader in loaders):
                 fixes.append("Trainer(use_distributed_sampler=True), which shares out the samples")
         fixes = fixes or [f"at least {workers} batches"]
-        raise ValueError(
+        refuse(
             f"An epoch has {found} micro-batches, and {workers} simulated workers cannot share "
-            f"them evenly. Use {', or '.join(fixes)}."
+            f"them evenly. Use {', or '.join(fixes)}"
         )
 
     def restore(self) -> None:
@@ -758,10 +757,10 @@ class EpochShare(float):
         if self.given_as == "val_check_interval":
             batches = max(batches, 1)  # as Lightning does
         if batches == 0:
-            raise ValueError(
+            refuse(
                 f"Trainer({self.given_as}={float(self)}) is less than one of the {own} batches "
                 f"that each of {self.workers} simulated workers has. Use a larger share, or a "
-                f"number of batches of each worker, such as {self.given_as}=1."
+                f"number of batches of each worker, such as {self.given_as}=1"
             )
         return batches * self.workers
 
