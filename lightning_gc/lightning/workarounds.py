@@ -30,6 +30,16 @@ _LIGHTNING = "what Lightning shares between workers: metrics, decisions, paths o
 _STEP = "a collective of DDP's, of Lightning's or of the module's own"
 
 
+def _naming(method: str, operation: str, during: str) -> Callable[..., Any]:
+    """Return a method of ``PeerNaming`` that calls the next class's."""
+
+    def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+        act = getattr(super(PeerNaming, self), method)
+        return self._named(operation, during, act, *args, **kwargs)
+
+    return named
+
+
 class PeerNaming(StrategyAPI):
     """Mixin, before a strategy of Lightning's, that names the peers in the backend's errors.
 
@@ -44,32 +54,15 @@ class PeerNaming(StrategyAPI):
         with peer_error.awaiting_peers(until, self.global_rank, self.world_size):
             return self._named("barrier", _LIGHTNING, super().barrier, name, *args, **kwargs)
 
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("broadcast", _LIGHTNING, super().broadcast, *args, **kwargs)
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("all-reduce", _LIGHTNING, super().reduce, *args, **kwargs)
-
-    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("all-reduce", _LIGHTNING, super().all_reduce, *args, **kwargs)
-
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("all-gather", _LIGHTNING, super().all_gather, *args, **kwargs)
-
-    def setup(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "setting up", super().setup, *args, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "a training step", super().training_step, *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "a validation step", super().validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "a test step", super().test_step, *args, **kwargs)
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "a backward pass", super().backward, *args, **kwargs)
+    broadcast = _naming("broadcast", "broadcast", _LIGHTNING)
+    reduce = _naming("reduce", "all-reduce", _LIGHTNING)
+    all_reduce = _naming("all_reduce", "all-reduce", _LIGHTNING)
+    all_gather = _naming("all_gather", "all-gather", _LIGHTNING)
+    setup = _naming("setup", _STEP, "setting up")
+    training_step = _naming("training_step", _STEP, "a training step")
+    validation_step = _naming("validation_step", _STEP, "a validation step")
+    test_step = _naming("test_step", _STEP, "a test step")
+    backward = _naming("backward", _STEP, "a backward pass")
 
     def on_exception(self, exception: BaseException) -> None:
         """Explain an error that comes from elsewhere, such as a hook of the module's."""

@@ -268,7 +268,11 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         averages |= levels_of(trainer.strategy)
         if not self._judged:
             self._judged = True
-            warn_of_bytes(trainer, totals.Totals(*epoch))
+            controlled = trainer.strategy.control_loop is not None
+            first, engine = totals.Totals(*epoch), trainer.strategy.engine
+            said = totals.more_than_plain(first, engine, controlled=controlled)
+            if said and trainer.is_global_zero:
+                warnings.warn(said, stacklevel=2)
         figures = {EPOCH + name: value for name, value in averages.items()}
         figures |= grand_totals(totals.Totals(*total)) | total_errors(trainer.strategy)
         self._write(trainer, figures, self._index)
@@ -399,14 +403,6 @@ def total_errors(strategy: Any) -> dict[str, float]:
     # In float32: beyond that, they depend on the order in which buckets were added.
     names = PREFIX + "total_error", PREFIX + "total_error_update"
     return dict(zip(names, mean_of(strategy, own, torch.float32), strict=True))
-
-
-def warn_of_bytes(trainer: Any, epoch: totals.Totals) -> None:
-    """Warn if plain DDP would have sent less in an epoch."""
-    controlled = trainer.strategy.control_loop is not None
-    said = totals.more_than_plain(epoch, trainer.strategy.engine, controlled=controlled)
-    if said and trainer.is_global_zero:
-        warnings.warn(said, stacklevel=2)
 
 
 def line_of(strategy: Any, total: totals.Totals) -> str:

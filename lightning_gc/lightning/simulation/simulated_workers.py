@@ -252,8 +252,10 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             up, down = rates(network, f"{owner}(network=...): ")
             network = NetworkModel(up) if up == down else NetworkModel(up_gbps=up, down_gbps=down)
         if not isinstance(network, NetworkModel):
-            such_as = "such as NetworkModel(bandwidth_gbps=10.0), or a rate, such as '1gbit'"
-            refuse(owner, f"give an instance, {such_as}", network=network)
+            raise ValueError(
+                f"{owner}(network={network!r}): give an instance, such as "
+                f"NetworkModel(bandwidth_gbps=10.0), or a rate, such as '1gbit'."
+            )
         judge("Simulated workers", owner, verify=given.get("verify", 0), instead=self._of_processes)
         refuse_unknown(type(self), compressor, given)
         self.workers = workers
