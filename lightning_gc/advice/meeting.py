@@ -269,13 +269,12 @@ def _place(address: str, port: int | None) -> tuple[str, int]:
 
 
 def _facts(text: bytes) -> Facts:
-    lines = text.decode(errors="replace").splitlines()
-    pairs = (line.partition("\t") for line in lines)
-    return {name: _short("".join(filter(str.isprintable, value))) for name, _, value in pairs}
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _MOST else f"{text[:_MOST]} ..."
+    found: Facts = {}
+    for line in text.decode(errors="replace").splitlines():
+        name, _, value = line.partition("\t")
+        shown = "".join(filter(str.isprintable, value))
+        found[name] = shown if len(shown) <= _MOST else f"{shown[:_MOST]} ..."
+    return found
 
 
 def own_addresses() -> list[str]:

@@ -61,14 +61,11 @@ class ModuleTiming(pl.Callback):
         self._ready: dict[str, Mark] = {}
         self._named = {plain_name(n): p for n, p in module.named_parameters() if p.requires_grad}
         for name, param in self._named.items():
-            hook = self._noting(name)
-            self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
-    def _noting(self, name: str) -> Callable[[Tensor], None]:
-        def note(_: Tensor) -> None:
-            self._ready[name] = mark(self._device)
+            def note(_: Tensor, name: str = name) -> None:
+                self._ready[name] = mark(self._device)
 
-        return note
+            self._handles.append(param.register_post_accumulate_grad_hook(note))
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Mark the beginning of a batch."""
@@ -230,7 +227,8 @@ class Session:
         """
         workers = workers or self.setup.worker.world_size
         timing, module = self._module_turn()
-        order = self._order(timing)
+        ready = self._gather(timing.ready())  # in worker 0's order, as late as on any worker
+        order = {name: max(each[name] for each in ready) for name in ready[0]}
         names = tuple(order)
         nbytes = tuple(timing.sizes()[name][1] for name in names)
         gradients = {
@@ -369,11 +367,6 @@ class Session:
             raise
         except Exception as error:
             raise BenchError(self.setup.worker.rank, name, error) from error
-
-    def _order(self, timing: ModuleTiming) -> dict[str, float]:
-        """Return worker 0's order of readiness, with the maximum seconds over workers."""
-        found = self._gather(timing.ready())
-        return {name: max(each[name] for each in found) for name in found[0]}
 
     def _contention(self, module: Module, gradients: Mapping[str, Tensor]) -> float:
         """Return the share by which a computing thread slows the backward pass down."""

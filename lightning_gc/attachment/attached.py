@@ -329,7 +329,8 @@ class Attached(Single):
         """Check and refuse around each forward pass: for a training loop without our hooks."""
         # Not by the communication hook, which is not called if all that is trained is new.
         # Before DDP's own collectives, in which this worker would wait for peers that wait for it.
-        before, after = ModuleHook(self._before_forward), ModuleHook(self._after_forward)
+        before = ModuleHook(self._before_forward)
+        after = ModuleHook(lambda module: self.refuse_unsynchronised())
         self._watching += [
             self._module.register_forward_pre_hook(before.watch),
             self._module.register_forward_hook(after.watch),
@@ -343,9 +344,6 @@ class Attached(Single):
         if controller is not None and controller.needs.weighed and torch.is_grad_enabled():
             # It needs no metrics, so the loop need not call us.
             self.decide(0, partial(Moment, {}))
-
-    def _after_forward(self, module: nn.Module) -> None:
-        self.refuse_unsynchronised()
 
     def prepare_round(self) -> None:
         """Set loss scale and learning rates of the next round, where no synchronizer does."""
@@ -534,10 +532,10 @@ class Attached(Single):
         if mode == "full":
             return memory_store.state_dict(self._setup.checkpoint_parts)
         with self._peers.awaiting("save the mean state"):
-            return memory_store.state_dict(self._setup.checkpoint_parts, self._mean_on_host)
-
-    def _mean_on_host(self, tensor: Tensor) -> Tensor:
-        return self._peers.mean(tensor.to(self._setup.device)).cpu()
+            return memory_store.state_dict(
+                self._setup.checkpoint_parts,
+                lambda tensor: self._peers.mean(tensor.to(self._setup.device)).cpu(),
+            )
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resume from ``state_dict()`` of the same worker, bit for bit; or of all workers.

@@ -207,7 +207,7 @@ class Rendezvous(Ranks):
         parts = (self.elastic, setup.workers, setup.device, agreed, self.wanted)
         exchange = ElasticExchange(*parts, size=self.size, timeout=setup.timeout)
         setup.checkpoint_parts.common["elastic"] = ElasticState(exchange)
-        begin = take_over if self.size > 1 else _as_it_is
+        begin = take_over if self.size > 1 else lambda module: None  # rounds load a snapshot
         return Meeting(exchange, Peers(False, setup.device), begin, exchange.island)
 
 
@@ -225,10 +225,6 @@ def _islands(setup: Setup, kind: str, size: int) -> tuple[list[range], list[rang
         )
     islands = [range(first, first + size) for first in range(0, ranks, size)]
     return islands, [range(seat, ranks, size) for seat in range(size)]
-
-
-def _as_it_is(module: nn.Module) -> None:
-    """Leave a module to the rounds, which load a snapshot."""
 
 
 _ACTS = 3

@@ -149,13 +149,17 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         If the module is set up again, these replace the optimizers of the phase before.
         """
         if module in self._attached:
-            self._forget_optimizers_of(module)
+            others = (each for each in self._attached if each is not module)
+            shared = {id(optimizer) for each in others for optimizer in self._optimizers_of(each)}
+            own = {id(optimizer) for optimizer in self._optimizers_of(module)} - shared
+            self._optimizers = [each for each in self._optimizers if id(each) not in own]
         self._know(optimizers)
         return super().setup_module_and_optimizers(module, optimizers, *args, **kwargs)
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module in ``DistributedDataParallel`` and compress what that exchanges."""
-        self._refuse_rates_unknown(module)
+        own, memory = self._optimizers_of(module), self.configuration.memory
+        judge("Training loop", memory=memory, way="Fabric", optimizers=own)
         refuse_lazy(module)
         # DDP broadcasts by the own sizes of each.
         check_agreement({}, Distributed(), self.root_device, model_in_words(module))
@@ -167,7 +171,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         setup = Setup.of_loop(
             self._way,
             self._compression,
-            self._optimizers_of(module),
+            own,
             module,
             scaler=getattr(self.precision, "scaler", None),
             timeout=self._timeout,
@@ -232,17 +236,6 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
             for optimizer in self._optimizers
             if any(p in own for group in optimizer.param_groups for p in group["params"])
         ]
-
-    def _forget_optimizers_of(self, module: nn.Module) -> None:
-        """Forget optimizers that train this module, and none of the other ones."""
-        others = (each for each in self._attached if each is not module)
-        shared = {id(optimizer) for each in others for optimizer in self._optimizers_of(each)}
-        own = {id(optimizer) for optimizer in self._optimizers_of(module)} - shared
-        self._optimizers = [each for each in self._optimizers if id(each) not in own]
-
-    def _refuse_rates_unknown(self, module: nn.Module) -> None:
-        own = self._optimizers_of(module)
-        judge("Training loop", memory=self.configuration.memory, way="Fabric", optimizers=own)
 
     def _handles_in(self, state: Mapping[str, Any]) -> dict[str, Attached]:
         """Return the handles of modules in ``state``, by the modules' names there."""

@@ -290,7 +290,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         output = None
         for worker in workers:
             self._replicas.enter(worker)
-            again = _Once(result)
+            again = _once(result)
             with self._in_turn(worker * self.island), self.settings.own(worker):
                 output = self._own_step(self._all_rounds[worker], optimizer, again, *args, **kwargs)
                 nest.rates.append(
@@ -358,20 +358,19 @@ class Nest:
     rates: list[float] = field(default_factory=list)
 
 
-class _Once:
-    """Closure of an optimizer after its micro-batches have been run; a second call is an error."""
+def _once(result: Any) -> Callable[[], Any]:
+    """Return an optimizer's closure after its micro-batches; a second call is an error."""
+    left = [result]
 
-    def __init__(self, result: Any) -> None:
-        self.result, self.called = result, False
-
-    def __call__(self) -> Any:
-        if self.called:
+    def closure() -> Any:
+        if not left:
             raise RuntimeError(
                 "The optimizer calls its closure several times, as LBFGS does, which cannot be "
                 "simulated: use LocalStepsStrategy with processes, or another optimizer."
             )
-        self.called = True
-        return self.result
+        return left.pop()
+
+    return closure
 
 
 class Exchanges(Single):
