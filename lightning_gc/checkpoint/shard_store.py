@@ -120,8 +120,8 @@ def file_of(folder: Path, rank: int, ranks: int) -> Path:
 
 
 @dataclass
-class ShardedSaving:
-    """Save the state of every rank.
+class ShardStore:
+    """Save the state of every rank, and restore it completely or not at all.
 
     The checkpoint gets the shared state under ``"lightning_gc"`` (``MAIN``). Each rank writes its
     own file (``FILE``) with ``"averaged"`` and ``"compressor"``. Its last entry ``"tensors"`` has
@@ -164,8 +164,8 @@ class ShardedSaving:
             side_files.write_atomically(target, write_named, host.checkpoint_io.remove_checkpoint)
         else:
             write_named(target)
-        if (full or host.distributed_form) and host.global_rank == 0:
-            remove(target, keep=stem)
+        if full or host.distributed_form:
+            self.remove(target, keep=stem)
 
     def _withdraw(self, target: Path) -> None:
         """Invalidate an old checkpoint of that name before its files are overwritten one by one.
@@ -257,34 +257,15 @@ class ShardedSaving:
             }
         return {"memory": memory} | self.host.checkpoint_parts.averaged_state()
 
-    def remove(self, path: Any) -> None:
-        """Remove the error state of a checkpoint that has been removed."""
-        if self.host.global_rank == 0:
-            remove(Path(path))
-
-
-def remove(path: Path, keep: str = "") -> None:
-    """Remove the folders of a checkpoint's error state, except the folder ``keep``."""
-    parent = state_folder(path)
-    if not parent.is_dir():
-        return
-    for each in parent.iterdir():
-        if side_files.belongs_to(path, each.name) and each.name != keep:
-            shutil.rmtree(each, ignore_errors=True)
-    side_files.tidy(path)
-
-
-@dataclass(frozen=True)
-class ShardedRestoring:
-    """Restore the state that ``ShardedSaving`` has saved, completely or not at all.
-
-    Args:
-        host: the strategy.
-        off: do not restore; errors begin at zero.
-    """
-
-    host: ShardedHost
-    off: bool
+    def remove(self, path: Any, keep: str = "") -> None:
+        """Remove the folders of a checkpoint's error state, except the folder ``keep``."""
+        parent = state_folder(Path(path))
+        if self.host.global_rank != 0 or not parent.is_dir():
+            return
+        for each in parent.iterdir():
+            if side_files.belongs_to(path, each.name) and each.name != keep:
+                shutil.rmtree(each, ignore_errors=True)
+        side_files.tidy(path)
 
     def load(
         self, path: Any, weights_only: bool | None, fit: bool, load: Callable[[], Tree]
@@ -328,7 +309,7 @@ class ShardedRestoring:
 
         def check() -> str:
             safely = weights_only is not False
-            return str(check_files(self.host, target, recorded=not self.off, safely=safely))
+            return str(check_files(self.host, target, recorded=self.mode != "off", safely=safely))
 
         unrecorded = side_files.on_all_ranks(self.host, self._problem(target), check)
         if self.host.global_rank == 0 and "True" in unrecorded.values():
@@ -379,7 +360,8 @@ class ShardedRestoring:
         states: list[WorkerState] = []
 
         def check() -> str:
-            if main is None or self.off or (isinstance(main, dict) and SHARDED not in main):
+            others = isinstance(main, dict) and SHARDED not in main
+            if main is None or self.mode == "off" or others:
                 return ""
             opened = MAIN.opened(main)
             self.host.checkpoint_parts.check_levels(opened)
@@ -401,7 +383,7 @@ class ShardedRestoring:
 
     def _say_why_none(self, main: Any, target: Path) -> None:
         """Warn why errors begin at zero."""
-        if self.off or self.host.global_rank != 0:
+        if self.mode == "off" or self.host.global_rank != 0:
             return
         if main is not None and SHARDED not in main:
             warnings.warn(

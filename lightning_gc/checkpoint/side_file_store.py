@@ -92,15 +92,20 @@ class KeptFields(TypedDict, total=False):
     state_dtype: Literal["float32", "bfloat16"]
 
 
+class _Unusable(ValueError):
+    """A file cannot be used; the message names the file."""
+
+
 @dataclass
-class Saving:
-    """Save the state of workers in a checkpoint and its side files.
+class SideFileStore:
+    """Save the state of workers in a checkpoint and its side files; restore it, or nothing of it.
 
     The main file gets the shared state under ``"lightning_gc"`` (``MAIN``). In mode ``"full"``
     every worker writes a side file (``SIDE``) with its ``"averaged"``, ``"compressor"`` and, if
     ``CheckpointParts.own`` is not empty, ``"own"``. In mode ``"mean"`` the main file itself gets
     ``"averaged"``, the mean over workers, and ``"compressor"``. The main file holds the checksums
-    of the side files, and is written only after all of them.
+    of the side files, and is written only after all of them. All workers check all files before any
+    worker changes anything.
 
     Args:
         host: the strategy.
@@ -246,25 +251,6 @@ class Saving:
         if self.host.local_rank == 0:
             side_files.remove(path)
 
-
-class _Unusable(ValueError):
-    """A file cannot be used; the message names the file."""
-
-
-@dataclass(frozen=True)
-class Restoring:
-    """Restore the state that ``Saving`` has saved, completely or not at all.
-
-    All workers check all files before any worker changes anything.
-
-    Args:
-        host: the strategy.
-        off: do not restore; errors begin at zero.
-    """
-
-    host: side_files.Host
-    off: bool
-
     def restore(self, checkpoint: Tree, path: Any) -> None:
         """Restore engines, controller and other state from a checkpoint, if there are engines.
 
@@ -274,13 +260,13 @@ class Restoring:
         parts, main = self.host.checkpoint_parts, checkpoint.get(side_files.KEY)
         if not parts.workers.engines:
             return
-        states = [] if self.off else self._agreed(main, path)
+        states = [] if self.mode == "off" else self._agreed(main, path)
         if states:
             problem = f"could not restore the error state of {path}"
             device, says = self.host.root_device, self.host.global_rank == 0
             self._together(explaining(problem, partial(parts.apply, states, device, says)))
             return
-        if main is None and parts.workers.first.memory.buffers and not self.off:
+        if main is None and parts.workers.first.memory.buffers and self.mode != "off":
             self._log_rank0(f"{path} holds no error state: errors begin at zero.")
         parts.begin_at_zero(main)
 

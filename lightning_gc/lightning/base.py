@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.attachment.attached import Attached, Setup
-from lightning_gc.checkpoint.side_file_store import Kept, Restoring, Saving
+from lightning_gc.checkpoint.side_file_store import Kept, SideFileStore
 from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.core.bucket import in_memory_order
@@ -88,7 +88,7 @@ class CompressedStrategy(workarounds.SingleTrainer, EitherLightning, metaclass=C
     """Words of messages for this way in; ``owner`` is the class of the object."""
     _kind: type[Workers] = Workers
     """Keeper of the engines of this process."""
-    _stores: tuple[Any, Any] = Saving, Restoring
+    _kind_of_store: Callable[..., Any] = SideFileStore
     _resumed_from: Any = None
     _of_fit = frozenset({"_attached", "_exchange", "_own_steps", "_until_teardown"})
     """Attributes with a default, which are left out of a copy."""
@@ -109,9 +109,8 @@ class CompressedStrategy(workarounds.SingleTrainer, EitherLightning, metaclass=C
         self.scheme, self.seed = configuration.scheme, configuration.seed
         self.controller, self.verify = resolved.controller, resolved.verify
         self.checkpoint_parts = CheckpointParts(self._kind(configuration))
-        of_errors, (saving, restoring) = Kept(**kept, owner=owner), self._stores
-        self._saving = saving(self, of_errors.state, of_errors.dtype)
-        self._restoring = restoring(self, off=of_errors.state == "off")
+        of_errors = Kept(**kept, owner=owner)
+        self._store = self._kind_of_store(self, of_errors.state, of_errors.dtype)
         super().__init__(**given)
 
     @property
@@ -309,7 +308,7 @@ class CompressedStrategy(workarounds.SingleTrainer, EitherLightning, metaclass=C
         """Write the side files of a full checkpoint, then the checkpoint, atomically."""
         save: Any = super().save_checkpoint
         write = partial(save, checkpoint, storage_options=storage_options)
-        self._saving.save(checkpoint, filepath, storage_options, write)
+        self._store.save(checkpoint, filepath, storage_options, write)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._resumed_from = checkpoint_path
@@ -318,12 +317,12 @@ class CompressedStrategy(workarounds.SingleTrainer, EitherLightning, metaclass=C
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Restore error state too: this is Lightning's first call after the engine is made."""
-        self._restoring.restore(checkpoint, self._resumed_from)
+        self._store.restore(checkpoint, self._resumed_from)
         super().load_optimizer_state_dict(checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
-        self._saving.remove(filepath)
+        self._store.remove(filepath)
 
     def _rests(self) -> bool:
         """Return whether the running worker skips its batch."""

@@ -105,7 +105,7 @@ class LocalHooks(CompressedStrategy):
         self.show, self.plan = show, plan
         super().__init__(compressor, memory, scheme, plan.controller(controller), **given)
         plan.check(self.compressor, self.memory, self.controller)
-        self._keeps_mean, self._keeps_own = self._saving.mode == "mean", self._saving.mode == "full"
+        self._keeps_mean, self._keeps_own = self._store.mode == "mean", self._store.mode == "full"
         self.checkpoint_parts.settings["exchanged"] = "weights"
 
     @property
@@ -537,7 +537,7 @@ class RealLocalSteps(LocalHooks, RealWorker):
         place.refuse(plan, replace(self._given, scaler=self._scaler()))
         place.refuse_module(plan.owner, module)
         if in_shards:
-            state = self._saving.mode
+            state = self._store.mode
             judge("Local steps of a sharded module", plan.owner, plan=plan, state=state)
         judge("Elastic Trainer", plan=plan, max_steps=trainer.max_steps)
         if type(self.local_workers) is not place.kind:

@@ -32,7 +32,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
     local_workers: ShardedWorkers
     tensor_parallel_size: int
     way_out = "give the strategy state='off', with which errors begin at zero"
-    _stores = shard_store.ShardedSaving, shard_store.ShardedRestoring
+    _kind_of_store = shard_store.ShardStore
 
     @abc.abstractmethod
     def _replicas_of(self, ranks: int) -> int:
@@ -107,7 +107,7 @@ class ShardedStrategy(RealWorker, abc.ABC):
         """
         weights_only = args[0] if args else kwargs.get("weights_only")
         load = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
-        loaded: dict[str, Any] = self._restoring.load(
+        loaded: dict[str, Any] = self._store.load(
             checkpoint_path, weights_only, self._attached is not None, load
         )
         return loaded

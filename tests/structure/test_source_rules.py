@@ -215,7 +215,7 @@ LOADERS |= {"load_state_dict_from_url", "dcp_to_torch_save", "PackageImporter", 
 LOADER_KINDS = ("Reader", "LoadPlanner", "Unpickler", "StorageProxy", "load_all")
 """Ends of names, as of torch's readers of distributed checkpoints."""
 
-NO_LOADERS = {"self._restoring.load", "super.load_checkpoint", "self.buffers.load"}
+NO_LOADERS = {"super.load_checkpoint", "self.buffers.load"}
 NO_LOADERS |= {"memory_store.load", "engine.buffers.load", "self._store.load", "tl.load"}
 """Calls that copy tensors, or that hand on to what the table has."""
 

@@ -105,7 +105,8 @@ class Dashboard:
         named = {_prefix(board) + tag: name for tag, name in columns.items()}
 
         def shown(name: str) -> str:
-            return name if name in self._hparams else name.removeprefix("gc/")
+            own = name.removeprefix("gc/")
+            return name if own in self._hparams else own
 
         for record in named_hparams(_flat(self._hparams), named, shown):
             board.experiment._get_file_writer().add_summary(record)
