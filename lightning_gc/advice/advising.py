@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import copy
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -13,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lightning_gc.advice import prediction, report
 from lightning_gc.advice.description import link_of
@@ -74,7 +78,11 @@ class Advice:
             )
         assert row.method is not None
         section = report.strategy_section(row, self.methods[row.method], self.ddp)
-        report.write_yaml(Path(path), self.sections, section, self.trainer)
+        written, path = copy.deepcopy(dict(self.sections)), Path(path)
+        trainer = {**(written.get("trainer") or {}), **self.trainer, "strategy": section}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(written | {"trainer": trainer}, sort_keys=False)
+        path.write_text(text, encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
         """Draw a step with plain DDP above one with the best row, as predicted."""
@@ -253,7 +261,8 @@ def show(advice: Advice, config: Path, out: Path) -> None:
         "workers": advice.situation.workers,
         "link": report.link_line(advice.situation.links),
     }
-    report.write_json(figures, facts)
+    out.mkdir(parents=True, exist_ok=True)
+    figures.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     parts = [f"# {config.stem}", verdict, markdown(columns, cells), *lines]
     text = "\n\n".join(parts) + "\n"
     page.write_text(text, encoding="utf-8")
