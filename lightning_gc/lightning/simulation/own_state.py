@@ -186,12 +186,9 @@ class KeptValue:
             value: of the same worker, now.
             untouched: ids of tensors that have not been changed.
         """
-        if isinstance(self.content, Tensor):
-            if value is self.value and id(value) in untouched:
-                return True
-            return isinstance(value, Tensor) and _equal(value, self.content)
-        if isinstance(self.content, np.ndarray):
-            return isinstance(value, np.ndarray) and _equal_arrays(value, self.content)
+        if isinstance(self.content, Tensor | np.ndarray):
+            as_before = value is self.value and id(value) in untouched
+            return as_before or _equal_states(self.content, value)
         if isinstance(self.content, TooLarge):
             return value is self.value and self.content.seen == _seen(value)
         if self.content is None:
@@ -386,16 +383,15 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.detach()[~nan], other[~nan])
 
 
-def _equal_arrays(one: Any, other: Any) -> bool:
-    same = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return same and bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
-
-
 def _equal_states(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and _equal(one, other)
     if isinstance(one, np.ndarray):
-        return isinstance(other, np.ndarray) and _equal_arrays(one, other)
+        alike = isinstance(other, np.ndarray) and (one.shape, one.dtype) == (
+            other.shape,
+            other.dtype,
+        )
+        return alike and bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal_states(one[k], other[k]) for k in one)
     return bool(one == other)
