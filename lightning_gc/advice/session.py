@@ -1,11 +1,12 @@
 """Measure link, module, methods and DDP for an advice, predict, and measure the best methods."""
 
+import contextlib
 import dataclasses
 import json
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -136,31 +137,23 @@ class ModuleTiming(pl.Callback):
         }
 
 
-class Busy(pl.Callback):
-    """Callback that keeps a thread busy while a module trains, as compression would.
+@contextlib.contextmanager
+def busy(work: Callable[[], object]) -> Iterator[None]:
+    """Call ``work`` again and again in a thread within the body, as compression would be."""
+    over = threading.Event()
 
-    Args:
-        work: called by the thread again and again.
-    """
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work, self._stop = work, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def on_train_start(self, *_: Any) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread, also after an error."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
+    def run() -> None:
         with torch.no_grad():
-            while not self._stop.is_set():
-                self._work()
+            while not over.is_set():
+                work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 STEPS = 6
@@ -346,7 +339,7 @@ class Session:
         found = [Module(**each) for each in self._gather(dataclasses.asdict(timing.module()))]
         return timing, max(found, key=lambda each: each.step)
 
-    def _alone(self, *callbacks: Any) -> None:
+    def _alone(self, timing: ModuleTiming) -> None:
         """Train without an exchange."""
         self.setup.worker.restore_environment()
         name = "the module by itself"
@@ -354,7 +347,7 @@ class Session:
             strategy = baseline_strategy(
                 NONE, self.setup.backend, timeout=self.setup.timeout, **self.setup.ddp
             )
-            _, module = train(self.setup, strategy, WARMUP_STEPS + STEPS, name, callbacks)
+            _, module = train(self.setup, strategy, WARMUP_STEPS + STEPS, name, [timing])
             if not module.automatic_optimization:
                 refuse(
                     "The model optimizes manually, so a step may have several exchanges. advise "
@@ -372,12 +365,9 @@ class Session:
         """Return the share by which a computing thread slows the backward pass down."""
         largest = max(gradients.values(), key=Tensor.numel).reshape(-1)
         sample = largest[: 1 << 20].clone()
-        busy = Busy(lambda: sample.abs().topk(max(sample.numel() // 100, 1)))
         timing = ModuleTiming(WARMUP_STEPS, keep=False)
-        try:
-            self._alone(timing, busy)
-        finally:
-            busy.stop()
+        with busy(lambda: sample.abs().topk(max(sample.numel() // 100, 1))):
+            self._alone(timing)
         slowed = [each["backward"] for each in self._gather(dataclasses.asdict(timing.module()))]
         self.say("timed it with a busy thread")
         return float(min(max(max(slowed) / module.backward - 1, 0.0), 1.0))

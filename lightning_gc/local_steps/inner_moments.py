@@ -84,8 +84,10 @@ class Moments:
         pieces: list[Tensor] = []
         for name in names:
             found = [_moment(name, param, states) for param in params.values()]
-            if all(each is None for each in found):
-                _refuse_unknown(name, states)
+            known = {each for state in states for own in state.values() for each in own}
+            if known and all(each is None for each in found):
+                kept = f"they keep {', '.join(sorted(known))}. Name one of these"
+                refuse("InnerMoments", f"no optimizer keeps {name}; {kept}")
             for (param_name, param), moment in zip(params.items(), found, strict=True):
                 if moment is not None and moment.shape != param.shape:
                     refuse(
@@ -115,13 +117,3 @@ _States: TypeAlias = Sequence[Mapping[Tensor, Mapping[str, Any]]]
 def _moment(name: str, param: Tensor, states: _States) -> Tensor | None:
     """Return a parameter's moment from the optimizer that has it, or None."""
     return next((s[param].get(name) for s in states if param in s), None)
-
-
-def _refuse_unknown(name: str, states: _States) -> None:
-    """Raise ValueError, with the names that the optimizers have, if they have any state."""
-    known = sorted({each for state in states for own in state.values() for each in own})
-    if known:
-        refuse(
-            f"InnerMoments: no optimizer keeps {name}; they keep {', '.join(known)}. Name one of "
-            f"these"
-        )

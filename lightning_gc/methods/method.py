@@ -93,7 +93,12 @@ class Method(Settings):
             refuse(f"A method cannot be called {self.name!r}: use letters and digits")
         check_budget(self.budget)
         for name in ("space", "memory_space", "rounds_space"):
-            _check_space(name, getattr(self, name))
+            given: Any = getattr(self, name)
+            listed = isinstance(given, tuple | list)
+            if not (listed and all(isinstance(entry, Range | Choice) for entry in given)):
+                such_as = "(Range('density', 0.001, 0.1, scale='log'),)"
+                why = f"give a tuple of ranges and choices, such as {such_as}"
+                refuse("Method", why, **{name: given})
         cls, searched = self.compressor_class, {entry.field for entry in self.space}
         if self.name == DENSE and cls is not Identity:
             refuse(
@@ -227,13 +232,3 @@ def check_budget(budget: Any) -> None:
     number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (number and budget > 0):
         refuse(f"budget={budget!r}: give the bytes that one worker may send in a run")
-
-
-def _check_space(name: str, given: Any) -> None:
-    """Raise ValueError unless ``given`` is a sequence of ranges and choices."""
-    listed = isinstance(given, tuple | list)
-    if not (listed and all(isinstance(entry, Range | Choice) for entry in given)):
-        refuse(
-            f"Method({name}={given!r}): give a tuple of ranges and choices, such as "
-            "(Range('density', 0.001, 0.1, scale='log'),)"
-        )
