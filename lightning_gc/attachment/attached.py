@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ from lightning_gc.exchange.workers import Workers
 from lightning_gc.sharded.shard_validation import refuse_new_parameters
 from lightning_gc.transports.accounting import Account
 from lightning_gc.transports.peer_error import is_from_backend, naming_peers, peers_in_words
+
+if TYPE_CHECKING:
+    from lightning_gc.elastic.elastic_exchange import ElasticExchange
 
 
 class ModuleHook:
@@ -178,16 +181,6 @@ class Setup:
         )
 
 
-class InBackground(Protocol):
-    """Exchanges in the background, as a ``Synchronizer`` does."""
-
-    def check(self) -> None:
-        """Raise what has gone wrong since."""
-
-    def close(self, failed: bool = False) -> None:
-        """Stop; ``failed``: without waiting for others."""
-
-
 class _OpenHandles:
     """Open handles of this process: one optimizer may have the parameters of several modules.
 
@@ -277,7 +270,7 @@ class Attached(Single):
         module: nn.Module,
         setup: Setup,
         peers: Peers,
-        background: InBackground | None = None,
+        background: Synchronizer | ElasticExchange | None = None,
     ) -> None:
         self._module, self._setup, self._peers = module, setup, peers
         self._workers, self._background = setup.workers, background

@@ -530,7 +530,8 @@ class RealLocalSteps(LocalHooks, RealWorker):
         module, plan = self.model, self.plan
         trainer = self.lightning_module.trainer
         self._refuse_trainer(trainer, module)
-        place, in_shards = self._place, self._in_shards
+        in_shards = self._in_shards
+        place: attached_rounds.MeetingPlace = self._place
         if in_shards and plan.island > 1:
             reshard(module)  # else optimizers would have what FSDP2 gathered in an earlier fit
             place = attached_rounds.Shards(module, plan.island)
