@@ -22,7 +22,7 @@ from lightning_gc.core import Flow, Gather, Mean, Reply, Request
 from lightning_gc.core.digest import digest
 from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange.workers import local_part, reshard
-from lightning_gc.local_steps.outer_step import OuterSGD
+from lightning_gc.local_steps.round_plan import OuterSGD
 
 
 class Fragment:
