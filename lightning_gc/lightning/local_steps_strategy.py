@@ -55,9 +55,6 @@ _LIGHTNING = ("pytorch_lightning.", "lightning.")
 """Where hooks are defined that a module does not override."""
 
 
-"""Names, since there are two packages, and versions that lack one."""
-
-
 class LocalHooks(CompressedStrategy):
     """Mixin: what validation, checkpoints, controllers and the monitor see of local steps.
 
