@@ -21,7 +21,7 @@ from lightning_gc.engine.compatibility import combine, waits_of_step
 from lightning_gc.kernels import dispatch
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.methods import text_table
-from lightning_gc.methods.parameter_space import declared
+from lightning_gc.methods.method import declared
 from lightning_gc.schemes import SCHEMES, Scheme
 from lightning_gc.testing import Lockstep
 
