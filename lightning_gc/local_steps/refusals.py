@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,14 @@ Those of ``_c10d_functional_autograd`` call these.
 """
 
 
+@runtime_checkable
+class _Averages(Protocol):
+    """An optimizer that has two sets of weights, as schedule-free ones have."""
+
+    def train(self) -> Any: ...
+    def eval(self) -> Any: ...
+
+
 def refuse_optimizers(owner: str, optimizers: Iterable[Optimizer]) -> None:
     """Raise ValueError for an optimizer that cannot step alone, also if another one holds it.
 
@@ -75,8 +83,7 @@ def refuse_optimizers(owner: str, optimizers: Iterable[Optimizer]) -> None:
             if known:
                 found = f"is or holds a {known.pop()}"
                 raise ValueError(_why_refused(owner, optimizer, optimizer, found))
-            averages = hasattr(part, "train") and hasattr(part, "eval")
-            if averages and innermost(part) is part:
+            if isinstance(part, _Averages) and innermost(part) is part:
                 refuse(
                     f"{type(part).__name__} has train() and eval(), between which it moves the "
                     f"weights to their average, and with {owner} each worker would have "
