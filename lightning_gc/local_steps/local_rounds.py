@@ -377,6 +377,7 @@ class LocalRounds:
         parts: sums over the processes of this worker, if each has a part of the parameters.
 
     Attributes:
+        parts: as given.
         names: exchanged parameter -> name.
         weights: the common ones.
         share: this worker's in the rounds.
@@ -412,7 +413,7 @@ class LocalRounds:
         clock: SimulatedClock | None = None,
         parts: Parts = Parts(),  # noqa: B008 - has no state
     ) -> None:
-        self.present, self._parts = present, parts
+        self.present, self.parts = present, parts
         self._engine, self.plan = engine, plan
         self.names = names
         params = {name: param for param, name in names.items()}
@@ -451,11 +452,6 @@ class LocalRounds:
     def apart(self) -> bool:
         """Whether this worker's weights may differ from the common ones."""
         return self.exchange.flight is not None or any(self.since)
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether this process has a part of the worker only."""
-        return self._parts.several
 
     @property
     def every(self) -> int:
@@ -943,7 +939,7 @@ def keep(
         parts.common[ROUNDS].load_common_state(state)
     for each in rounds:
         each.exchange.optimizers = optimizers
-    alone = rounds[0].in_parts and MODULE not in parts.common
+    alone = rounds[0].parts.several and MODULE not in parts.common
     own = [
         OwnState(each, optimizers, scaler, CommonState([each]) if alone else None)
         for each in rounds

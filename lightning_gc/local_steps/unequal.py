@@ -241,6 +241,7 @@ class Share:
 
     Attributes:
         speeds: of all workers, 1 for the fastest.
+        late: whether the last exchange has not counted this worker's distance, which it keeps.
         most: steps that a late worker may make in this round; None: as many as its speed allows.
         figures: of the last exchange, for the monitor.
     """
@@ -279,7 +280,7 @@ class Share:
             self.speeds = [speed / max(given) for speed in given]
         self.most: int | None = None
         self._steps, self._tokens = [0] * self._fragments, [0] * self._fragments
-        self._timed, self._each, self._late = 0, 0.0, False
+        self._timed, self._each, self.late = 0, 0.0, False
         self._begin_timing()
 
     def _begin_timing(self, spent: float = 0.0) -> None:
@@ -321,7 +322,7 @@ class Share:
 
     def depart(self, *, wait: bool) -> None:
         """Come to an exchange; ``wait``: the others wait for this worker however late it is."""
-        self._late = self.clock.depart(self.worker, wait=wait)
+        self.late = self.clock.depart(self.worker, wait=wait)
         if self._timed and self._measures:
             self._each = (self.clock.now(self.worker) - self._mark) / self._timed
 
@@ -342,8 +343,8 @@ class Share:
         steps, tokens = self._steps[index], self._tokens[index]
         weight = {"equal": 1, "steps": steps, "tokens": tokens}[self.settings.weigh]
         sizes = [math.prod(shape) for shape in shapes.values()]
-        numbers = [0.0 if self._late else weight, steps, self._each]
-        if not self._late:
+        numbers = [0.0 if self.late else weight, steps, self._each]
+        if not self.late:
             self._steps[index] = self._tokens[index] = 0
         own = torch.tensor(numbers, dtype=torch.float32, device=distance.device)
         if self.settings.median_clip:
@@ -394,7 +395,7 @@ class Share:
             if self.settings.pace == "measured":
                 self._follow(pace)
             self.most = None
-            if self._late and self._each:
+            if self.late and self._each:
                 self.most = max(0, math.floor(self.clock.spare(self.worker) / self._each + 1e-6))
             self._timed = 0
             self._begin_timing()
@@ -406,11 +407,6 @@ class Share:
             before = [speed * max(known) for speed in self.speeds]
             now = [1 / each if each > 0 else old for each, old in zip(pace, before, strict=True)]
             self.speeds = [speed / max(now) for speed in now]
-
-    @property
-    def late(self) -> bool:
-        """Whether the last exchange has not counted this worker's distance, which it keeps."""
-        return self._late
 
     def astray(self, gathered: Tensor) -> bool:
         """Return whether the exchange has left this worker out, as its Δ was not finite."""
