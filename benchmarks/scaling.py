@@ -18,7 +18,8 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,17 @@ def nbytes(shapes: Shapes) -> int:
     return 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
+def errors(traces: Sequence[Trace]) -> tuple[float, float]:
+    """Return two relative errors of a pattern.
+
+    Of the bytes sent at the largest W, predicted from the others, and the largest of the seconds.
+    """
+    found, largest = pattern(traces), traces[-1]
+    guessed = replace(found, sizes=pattern(traces[:-1]).sizes).at(largest.workers)
+    wrong = [sum(found.at(each.workers).seconds) / sum(each.seconds) - 1 for each in traces]
+    return guessed.nbytes / largest.nbytes - 1, max(wrong, key=abs)
+
+
 def kernels(patterns: dict[Key, Pattern], traces: dict[Key, list[Trace]]) -> str:
     """Return the table of what has been measured."""
     least, most = SEEN[0], SEEN[-1]
@@ -108,18 +120,19 @@ def kernels(patterns: dict[Key, Pattern], traces: dict[Key, list[Trace]]) -> str
     lines = []
     for key, found in patterns.items():
         few, many = traces[key][0], traces[key][-1]
+        of_bytes, of_seconds = errors(traces[key])
         slope = sum(found.seconds[i][2] for i in range(1, len(found.seconds)))
         lines.append(
             [
                 ", ".join(key),
                 f"{few.sent:,.0f}",
                 f"{many.sent:,.0f}",
-                f"{found.volume_error:+.1%}",
+                f"{of_bytes:+.1%}",
                 f"{1e3 * few.seconds[0]:.1f}",
                 f"{1e3 * sum(few.seconds[1:]):.1f}",
                 f"{1e3 * sum(many.seconds[1:]):.1f}",
                 f"{1e3 * slope:.3f}",
-                f"{found.seconds_error:+.0%}",
+                f"{of_seconds:+.0%}",
             ]
         )
     return markdown(columns, lines)

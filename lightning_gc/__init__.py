@@ -79,9 +79,9 @@ _SINGLE = {
 }
 _EITHER_LIGHTNING = {
     "CompressedDDPStrategy": "lightning.ddp.CompressedDDP",
-    "CompressedFSDPStrategy": "lightning.fsdp.CompressedFSDP",
+    "CompressedFSDPStrategy": "lightning.sharded.CompressedFSDP",
     "CompressedFabricStrategy": "lightning.fabric.CompressedFabric",
-    "CompressedHSDPStrategy": "lightning.hsdp.CompressedHSDP",
+    "CompressedHSDPStrategy": "lightning.sharded.CompressedHSDP",
     "CompressionMonitor": "lightning.monitor.Monitor",
     "LocalStepsStrategy": "lightning.local_steps_strategy.RealLocalSteps",
     "SimulatedDDPStrategy": "lightning.simulation.ddp.SimulatedDDP",

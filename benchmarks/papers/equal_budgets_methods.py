@@ -24,7 +24,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.base import LEVEL
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core.search_space import Choice, Range, Space
-from lightning_gc.methods.parameter_space import MEMORY_PREFIX, PREFIX
+from lightning_gc.methods.method import MEMORY_PREFIX, PREFIX
 from lightning_gc.tuning import Method
 
 DENSE = "identity"  # bit-equal to plain DDP

@@ -28,7 +28,7 @@ from frame import Claim, Row, spread, table, where
 from matplotlib.figure import Figure
 
 from lightning_gc.methods import plot_style
-from lightning_gc.methods.parameter_space import PREFIX
+from lightning_gc.methods.method import PREFIX
 
 SHOWN = 8  # names in a sentence
 NAMED = ("model", "method", "draw", "seed")  # of a run that ended in an error

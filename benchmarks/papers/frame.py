@@ -32,6 +32,7 @@ import cell_runs
 from cell_runs import Before, Train, read
 from cell_runs import Cell as Cell  # experiments take these from here
 from cell_runs import Row as Row
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats  # type: ignore[import-untyped]
 
@@ -246,3 +247,52 @@ def _pairs(texts: Sequence[str]) -> dict[str, list[Any]]:
         except ValueError:
             found.setdefault(name, []).append(value)
     return found
+
+
+def label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
+    """Write names beside points, each at the nearest place without a name, a point or an edge.
+
+    A name that fits nowhere near its point is left out.
+
+    Args:
+        axes: their limits are final.
+        points: x, y and the name of each; points without a name are kept free.
+    """
+    figure: Any = axes.figure
+    figure.draw_without_rendering()  # places the panels
+    scale, frame = 72 / figure.dpi, axes.get_window_extent()
+    left, low, right, top = (scale * edge for edge in frame.extents)
+    at = [scale * axes.transData.transform((x, y)) for x, y, _ in points]
+    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in at]  # left, bottom, right, top
+    # Rightwards and leftwards of the point, nearest first.
+    places = [(side, dy) for away in range(0, 90, 2) for dy in (away, -away) for side in (1, -1)]
+    for (x, y, name), (px, py) in zip(points, at, strict=True):
+        if not name:
+            continue
+        text = axes.annotate(name, (x, y))
+        size = text.get_window_extent()
+        width, height = scale * size.width, scale * size.height - 2
+        text.remove()
+        for side, dy in places:
+            gap = side * (5 + abs(dy) / 6)
+            x0, y0 = px + gap - (width if side < 0 else 0), py + dy - height / 2
+            box = (x0, y0, x0 + width, y0 + height)
+            inside = left < box[0] and low < box[1] and box[2] < right and box[3] < top
+            if inside and not any(
+                box[0] < c and a < box[2] and box[1] < d and b < box[3] for a, b, c, d in taken
+            ):
+                break
+        else:
+            continue
+        taken.append(box)
+        line = {"arrowstyle": "-", "color": plot_style.MUTED, "lw": 0.5, "shrinkA": 0, "shrinkB": 3}
+        line["relpos"] = (0 if side > 0 else 1, 0.5)
+        axes.annotate(
+            name,
+            (x, y),
+            (gap, dy),
+            textcoords="offset points",
+            va="center",
+            ha="left" if side > 0 else "right",
+            arrowprops=line if abs(dy) > height / 2 else None,
+        )

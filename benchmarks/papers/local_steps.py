@@ -168,7 +168,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
     plot_style.plain_log(ax.xaxis)
     ax.set(xlabel="MB sent by a worker (numbers: H)", ylabel="validation loss")
     plot_style.legend(figure)
-    plot_style.label_points(ax, shown)
+    frame.label_points(ax, shown)
 
 
 if __name__ == "__main__":

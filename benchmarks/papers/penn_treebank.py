@@ -38,7 +38,7 @@ from lightning_gc.methods import yaml_config  # noqa: E402
 from lightning_gc.methods.lightning_flavour import quiet_libraries  # noqa: E402
 from lightning_gc.tuning.early_stopping import EarlyStopping  # noqa: E402
 from lightning_gc.tuning.experiment import load_experiment  # noqa: E402
-from lightning_gc.tuning.training_run import fit  # noqa: E402
+from lightning_gc.tuning.trial import fit  # noqa: E402
 
 UNITS = {"small": 100, "medium": 300}
 # Size, method -> rate and dropout: medians of the thesis's eight best runs, read off its figures

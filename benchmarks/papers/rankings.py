@@ -286,7 +286,7 @@ def draw(rows: list[Row], figure: Figure) -> None:
     for ax, name in panels.items():
         some = [r for r in where(comparable(rows), rate=rate) if r["kind"] in kinds and r[name]]
         shown = [(r[name], r["loss"], "" if r["seed"] else r["name"]) for r in some]
-        plot_style.label_points(ax, shown)
+        frame.label_points(ax, shown)
 
 
 if __name__ == "__main__":

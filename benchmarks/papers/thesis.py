@@ -32,7 +32,7 @@ from tune_language_model import LanguageModel, Text
 from lightning_gc import tuning
 from lightning_gc.methods import yaml_config
 from lightning_gc.tuning.early_stopping import EarlyStopping
-from lightning_gc.tuning.training_run import fit
+from lightning_gc.tuning.trial import fit
 
 CONFIG = tasks.ROOT / "configs" / "thesis.yaml"  # whose methods and ranges these are
 SECTIONS = yaml_config.read(CONFIG)

@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import copy
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -14,19 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_gc.advice import report
+import yaml
+
+from lightning_gc.advice import prediction, report
 from lightning_gc.advice.description import link_of
-from lightning_gc.advice.prediction import (
-    METHODS,
-    SIXTEEN,
-    Prediction,
-    Situation,
-    predict,
-    shortlist,
-)
 from lightning_gc.advice.session import SHARE, SHARE_ALONE, Session
 from lightning_gc.bench import preparation
 from lightning_gc.bench.baselines import PLAIN, select_methods
+from lightning_gc.core.refusal import refuse
 from lightning_gc.methods.lightning_flavour import quiet_libraries
 from lightning_gc.methods.method import Method
 from lightning_gc.methods.text_table import markdown, plain
@@ -52,18 +49,18 @@ class Advice:
         ddp: further DDP settings in the written file.
     """
 
-    rows: tuple[Prediction, ...]
+    rows: tuple[prediction.Prediction, ...]
     measured: Mapping[str, Mapping[str, Any]]
     verdict: report.Verdict | None
     untuned: report.Verdict | None
-    situation: Situation
+    situation: prediction.Situation
     methods: Mapping[str, Method]
     missing: Mapping[str, str]
     sections: Mapping[str, Any] = field(repr=False)
     trainer: Mapping[str, Any] = field(repr=False)
     ddp: Mapping[str, Any] = field(repr=False)
 
-    def suggestion(self) -> Prediction | None:
+    def suggestion(self) -> prediction.Prediction | None:
         """Return the suggested row, or None for "do nothing" and for no verdict."""
         choice = None if self.verdict is None else self.verdict.choice
         return next((row for row in self.rows if row.name == choice), None)
@@ -76,16 +73,20 @@ class Advice:
         """
         row = self.suggestion()
         if row is None:
-            raise ValueError(
-                f"The advice has no suggestion to write: {self.verdict or 'nothing was measured'}."
+            refuse(
+                f"The advice has no suggestion to write: {self.verdict or 'nothing was measured'}"
             )
         assert row.method is not None
         section = report.strategy_section(row, self.methods[row.method], self.ddp)
-        report.write_yaml(Path(path), self.sections, section, self.trainer)
+        written, path = copy.deepcopy(dict(self.sections)), Path(path)
+        trainer = {**(written.get("trainer") or {}), **self.trainer, "strategy": section}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(written | {"trainer": trainer}, sort_keys=False)
+        path.write_text(text, encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
         """Draw a step with plain DDP above one with the best row, as predicted."""
-        best = self.suggestion() or next(iter(shortlist(self.rows, 1)), None)
+        best = self.suggestion() or next(iter(prediction.shortlist(self.rows, 1)), None)
         steps = {row.name: row.drawn for row in self.rows if row.name == PLAIN and row.drawn}
         if best is not None and best.drawn is not None and best.method in self.methods:
             steps[best.name] = best.drawn
@@ -136,15 +137,17 @@ def advise(
     """
     nominal = None if link is None else link_of(link)
     if workers is not None and workers < 2:
-        raise ValueError(f"advise(workers={workers!r}): at least 2 exchange gradients.")
+        refuse(f"advise(workers={workers!r}): at least 2 exchange gradients")
     if budget_seconds < 10:
-        raise ValueError(f"advise(budget_seconds={budget_seconds:g}): give 10 or more.")
+        refuse(f"advise(budget_seconds={budget_seconds:g}): give 10 or more")
     began = time.monotonic()
     worker = preparation.WorkerRank.from_environment("advise")
     quiet_libraries()
     tell = (say or (lambda text: None)) if worker.rank == 0 else (lambda text: None)
     sections = config if isinstance(config, Mapping) else read(config, needed=("model",))
-    chosen = select_methods([SIXTEEN, *(methods or METHODS)], methods_in(sections))
+    chosen = select_methods(
+        [prediction.SIXTEEN, *(methods or prediction.METHODS)], methods_in(sections)
+    )
     asked = {"methods": list(chosen), "budget": budget_seconds}
     asked |= {"workers": workers, "link": nominal}
     same = {name: repr(value) for name, value in asked.items()} | {"predict": str(predict_only)}
@@ -168,15 +171,17 @@ def advise(
         found = session.find_link()
         tell(f"link: {report.link_line(found)}")
         situation = session.situation(found, workers, nominal)
-        rows = predict(situation, session.knobs(situation.costs))
+        rows = prediction.predict(situation, session.knobs(situation.costs))
         measured: dict[str, dict[str, Any]] = {}
         if turns:
             measured = session.measure(rows)
     verdict = untuned = None
     if measured:
         ours = {name: row for name, row in measured.items() if name != session.hook}
-        ranked = [row for row in shortlist(rows, len(rows)) if row.name in ours]
-        sixteen = next((row.name for row in ranked if row.method == SIXTEEN), SIXTEEN)
+        ranked = [row for row in prediction.shortlist(rows, len(rows)) if row.name in ours]
+        sixteen = next(
+            (row.name for row in ranked if row.method == prediction.SIXTEEN), prediction.SIXTEEN
+        )
         verdict = report.judge(ours, PLAIN, sixteen, situation.module.step)
         kept = [row.name for row in ranked if report.keeps_settings(chosen, row)]
         if kept:
@@ -256,7 +261,8 @@ def show(advice: Advice, config: Path, out: Path) -> None:
         "workers": advice.situation.workers,
         "link": report.link_line(advice.situation.links),
     }
-    report.write_json(figures, facts)
+    out.mkdir(parents=True, exist_ok=True)
+    figures.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     parts = [f"# {config.stem}", verdict, markdown(columns, cells), *lines]
     text = "\n\n".join(parts) + "\n"
     page.write_text(text, encoding="utf-8")
@@ -293,7 +299,7 @@ def verdict_line(advice: Advice) -> str:
     return f"Verdict: {advice.verdict} Accuracy is not judged. {again}{other}"
 
 
-def limits(situation: Situation) -> str:
+def limits(situation: prediction.Situation) -> str:
     """Describe what limits a step."""
     dense, module = situation.step(None), situation.module
     return (

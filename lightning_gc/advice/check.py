@@ -18,18 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from lightning_gc.advice import meeting
 from lightning_gc.advice.link_probe import directions, probe, sustained
-from lightning_gc.advice.meeting import (
-    FIRST,
-    PORT,
-    TORCHRUN,
-    Door,
-    Facts,
-    NotMet,
-    Party,
-    own_addresses,
-    visit_all,
-)
 from lightning_gc.compressors import Identity
 from lightning_gc.core.notices import waiting
 from lightning_gc.elastic.folder import IN_A_ROW, POLL
@@ -41,15 +31,9 @@ from lightning_gc.kernels import dispatch
 from lightning_gc.kernels.dispatch import SWITCH
 from lightning_gc.methods import text_table
 from lightning_gc.methods.text_table import print_line
+from lightning_gc.transports import interfaces
 from lightning_gc.transports.accounting import human_bytes
 from lightning_gc.transports.distributed import Distributed
-from lightning_gc.transports.interfaces import (
-    VARIABLE,
-    how_to_name,
-    interfaces,
-    named_interface,
-    way_to,
-)
 from lightning_gc.transports.link import APART, Link, Rate
 from lightning_gc.transports.peer_error import naming_peers
 
@@ -87,20 +71,20 @@ ANNOUNCED, WAY, OWN_NAME = "Gloo announces", "way to machine 0", "own name"
 TROUBLE = "kernels that do not run"
 
 
-def check(party: Party | None) -> bool:
+def check(party: meeting.Party | None) -> bool:
     """Run the command on one machine; return whether a training can start.
 
     Args:
         party: as ``meeting.party_of`` returns it.
     """
-    if TORCHRUN in os.environ and os.environ["LOCAL_RANK"] != "0":
+    if meeting.TORCHRUN in os.environ and os.environ["LOCAL_RANK"] != "0":
         return True  # the machine's first process speaks for it
     dispatch.allowed()  # refuses a wrong value before the machines meet
     if party is None:
         return alone()
     try:
         return together(party)
-    except NotMet as error:
+    except meeting.NotMet as error:
         print_line(page([Finding(str(error))], []))
         return False
     except dist.DistError as error:  # the store's
@@ -129,10 +113,15 @@ def check_folder(url: str) -> bool:
 
 def alone() -> bool:
     """Tell of this machine only, and how to check two."""
-    own = software() | {"host name": platform.node(), "addresses": ", ".join(own_addresses())}
+    own = software() | {
+        "host name": platform.node(),
+        "addresses": ", ".join(meeting.own_addresses()),
+    }
     found = list(findings([own], []))
     print_line(page(found, [own]))
-    example = Party(0, 2, next(iter(own_addresses()), "10.0.0.1"), PORT, True, 0)
+    example = meeting.Party(
+        0, 2, next(iter(meeting.own_addresses()), "10.0.0.1"), meeting.PORT, True, 0
+    )
     print_line(
         f"Only this machine was checked. Start one line on each of two machines:\n"
         f"  {example.command(0)}  # here\n  {example.command(1)}  # on the other one"
@@ -140,7 +129,7 @@ def alone() -> bool:
     return not any(each.stops for each in found)
 
 
-def together(party: Party) -> bool:
+def together(party: meeting.Party) -> bool:
     """Meet the other machines, compare and measure; machine 0 prints the page.
 
     Communication pattern:
@@ -152,19 +141,19 @@ def together(party: Party) -> bool:
         print_line(f"Waiting for the other machines. Start there:{commands}")
     store = PrefixStore("lightning_gc check", party.store(print_line))
     if store.add(f"number {party.number}", 1) > 1:
-        raise NotMet(
+        raise meeting.NotMet(
             f"Another machine has --node-rank {party.number} too. Give each machine its own, from "
             f"0 to {party.machines - 1}."
         )
     hidden: list[str] = []
-    with named_interface(party.address, hidden.append):
+    with interfaces.named_interface(party.address, hidden.append):
         place = here(party)
-        door = Door(place[ANNOUNCED].partition(" ")[0])
+        door = meeting.Door(place[ANNOUNCED].partition(" ")[0])
         own = place | {"door": door.place, "token": door.token, OWN_NAME: "".join(hidden)}
-        party.gather(store, FIRST, own, print_line)
+        party.gather(store, meeting.FIRST, own, print_line)
         told = party.gather(store, "facts", own | software(), print_line)
         with waiting("Visiting the other machines"):
-            visited = visit_all(party, told)
+            visited = meeting.visit_all(party, told)
         reached = party.gather(store, "reached", visited, print_line)
         found = list(findings(told, reached))
         link = ""
@@ -182,7 +171,7 @@ def together(party: Party) -> bool:
     return not any(each.stops for each in found)
 
 
-def _leave(store: Store, party: Party) -> None:
+def _leave(store: Store, party: meeting.Party) -> None:
     """Wait until machine 0 has printed its page, and it until the others know; then end."""
     limit = time.monotonic() + 2.0
     if party.number:
@@ -195,16 +184,16 @@ def _leave(store: Store, party: Party) -> None:
         time.sleep(0.02)
 
 
-def here(party: Party) -> Facts:
+def here(party: meeting.Party) -> meeting.Facts:
     """Return where this machine is in the network, quickly."""
-    way = way_to(party.address)
-    named = os.environ.get(VARIABLE)
-    own = [address for name, address in interfaces() if name == named]
+    way = interfaces.way_to(party.address)
+    named = os.environ.get(interfaces.VARIABLE)
+    own = [address for name, address in interfaces.interfaces() if name == named]
     if named is not None and not own:
-        names = ", ".join(sorted({name for name, _ in interfaces()}))
-        raise NotMet(
-            f"{VARIABLE}={named} is not an interface of this machine with an address. Choose from "
-            f"{names}."
+        names = ", ".join(sorted({name for name, _ in interfaces.interfaces()}))
+        raise meeting.NotMet(
+            f"{interfaces.VARIABLE}={named} is not an interface of this machine with an address. "
+            f"Choose from {names}."
         )
     announced = f"{own[0]} ({named})" if own else way.announced
     return {
@@ -215,13 +204,13 @@ def here(party: Party) -> Facts:
     }
 
 
-def software() -> Facts:
+def software() -> meeting.Facts:
     """Return versions and kernels, in a few seconds."""
     with waiting("Reading this machine's versions"):
         return _software()
 
 
-def _software() -> Facts:
+def _software() -> meeting.Facts:
     from lightning_gc.methods import catalogue  # takes seconds: not before the machines meet
 
     device = torch.device("cpu")
@@ -253,7 +242,9 @@ def _version(package: str) -> str:
         return ""
 
 
-def findings(told: Sequence[Facts], reached: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+def findings(
+    told: Sequence[meeting.Facts], reached: Sequence[Mapping[str, str]]
+) -> Iterator[Finding]:
     """Yield what is to be mended: what stops a training first.
 
     Args:
@@ -285,14 +276,14 @@ def findings(told: Sequence[Facts], reached: Sequence[Mapping[str, str]]) -> Ite
     yield from _notes(told)
 
 
-def _notes(told: Sequence[Facts]) -> Iterator[Finding]:
+def _notes(told: Sequence[meeting.Facts]) -> Iterator[Finding]:
     for machine, facts in enumerate(told):
         who = f"Machine {machine}" if len(told) > 1 else "This machine"
         if facts.get(OWN_NAME):
             name = facts.get(ANNOUNCED, "").partition("(")[2].rstrip(")")
             yield Finding(
                 f"{who}: {facts[OWN_NAME]} The strategies of lightning_gc do the same. Plain DDP "
-                f"needs `export {VARIABLE}={name}`.",
+                f"needs `export {interfaces.VARIABLE}={name}`.",
                 stops=False,
             )
         if facts.get(TROUBLE):
@@ -322,7 +313,7 @@ def _notes(told: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding(f"Methods of low rank, such as PowerSGD: {FIXES['numba']}", stops=False)
 
 
-def _who(machines: Sequence[int], told: Sequence[Facts]) -> str:
+def _who(machines: Sequence[int], told: Sequence[meeting.Facts]) -> str:
     """Return the subject of a sentence about machines, with its verb."""
     if len(told) == 1:
         return "This machine has"
@@ -331,7 +322,7 @@ def _who(machines: Sequence[int], told: Sequence[Facts]) -> str:
     return f"Machines {', '.join(map(str, machines[:-1]))} and {machines[-1]} have"
 
 
-def _unreached(told: Sequence[Facts], here: int, there: int, problem: str) -> str:
+def _unreached(told: Sequence[meeting.Facts], here: int, there: int, problem: str) -> str:
     address, _, port = told[there].get("door", "").rpartition(" ")
     text = (
         f"Machine {here} does not reach port {port} of machine {there} at {address} ({problem}), "
@@ -340,9 +331,9 @@ def _unreached(told: Sequence[Facts], here: int, there: int, problem: str) -> st
     way, _, interface = told[there].get(WAY, "").rstrip(")").partition(" (")
     if way != address:
         return text + (
-            f"Machine {there} is at {way}: there, run `export {VARIABLE}={interface}`."
+            f"Machine {there} is at {way}: there, run `export {interfaces.VARIABLE}={interface}`."
             if interface
-            else how_to_name(None)
+            else interfaces.how_to_name(None)
         )
     return text + (
         f"On machine {there}, allow all TCP ports from the other machines: each training chooses "
@@ -357,7 +348,7 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def measured(store: Store, party: Party) -> tuple[float, list[Rate]]:
+def measured(store: Store, party: meeting.Party) -> tuple[float, list[Rate]]:
     """Return the link's 10⁹ bits per second, and each machine's up and down.
 
     Measured with Gloo as a training uses it.
@@ -409,7 +400,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def page(found: Sequence[Finding], told: Sequence[Facts], link: str = "") -> str:
+def page(found: Sequence[Finding], told: Sequence[meeting.Facts], link: str = "") -> str:
     """Return the text that is printed: findings first."""
     width = shutil.get_terminal_size((100, 24)).columns
     stops = sum(each.stops for each in found)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.transports.link import Link
 from lightning_gc.transports.network_model import rates
@@ -133,25 +134,25 @@ def described(options: argparse.Namespace) -> Description:
     }
     missing = [name for name, value in given.items() if value is None]
     if missing:
-        raise ValueError(
+        refuse(
             f"advise needs a file such as train.yaml, or a description of the training. The "
-            f"description lacks {', '.join(missing)}. Write, for example, {EXAMPLE}."
+            f"description lacks {', '.join(missing)}. Write, for example, {EXAMPLE}"
         )
     chosen = tuple(options.methods or ())
     for name in chosen:
         if name not in METHODS:
-            raise ValueError(
+            refuse(
                 f"--methods {name}: it has no shipped costs{did_you_mean(name, METHODS)}. Choose "
-                f"from {', '.join(METHODS)}, or measure it with a file such as train.yaml."
+                f"from {', '.join(METHODS)}, or measure it with a file such as train.yaml"
             )
     if options.params and options.model:
-        raise ValueError("Give --params or --model, not both.")
+        refuse("Give --params or --model, not both")
     latency = LATENCY_US if options.latency_us is None else options.latency_us
     for name, value in (("--step-ms", options.step_ms), ("--latency-us", latency)):
         if not 0 < value < math.inf:
-            raise ValueError(f"{name} {value:g}: must be above 0, and finite.")
+            refuse(f"{name} {value:g}: must be above 0, and finite")
     if options.workers < 2:
-        raise ValueError(f"--workers {options.workers}: at least 2 exchange gradients.")
+        refuse(f"--workers {options.workers}: at least 2 exchange gradients")
     return Description(
         square(parameters(options.params)) if options.params else shapes_of(options.model),
         step=options.step_ms * 1e-3,
@@ -171,9 +172,9 @@ def link_of(text: str, latency_us: float = LATENCY_US) -> Link:
 def shapes_of(model: str) -> Shapes:
     """Return the shapes of a known model."""
     if model not in MODELS:
-        raise ValueError(
+        refuse(
             f"--model {model!r} is not known{did_you_mean(model, MODELS)}. Use "
-            f"{', '.join(MODELS)}, or give the number of parameters as --params 124M."
+            f"{', '.join(MODELS)}, or give the number of parameters as --params 124M"
         )
     return MODELS[model]()
 

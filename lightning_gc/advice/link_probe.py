@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from lightning_gc.advice.traces import Asked
 from lightning_gc.controllers import ExchangeRecord
@@ -41,25 +40,23 @@ def _of_kind(kind: str, transport: Distributed, device: torch.device) -> Iterato
     workers = transport.workers
     for tried, size in enumerate(SIZES):
         payload = torch.zeros(max(size, 8) // 4, dtype=torch.float32, device=device)
+        requests: dict[str, Request] = {
+            "Mean": Mean((payload,)),
+            "Gather": Gather((payload,)),
+            "Exchange": Exchange(((payload,),) * workers),
+        }
         asked = Asked(kind, payload.numel() * 4)
         # The first of a size grows buffers and TCP's window. All workers know the same seconds.
         seconds: list[float] = []
         while len(seconds) <= REPEATS[0] or (
             sum(seconds) < PATIENCE and len(seconds) <= REPEATS[1]
         ):
-            request = _request(kind, payload, workers)
-            seconds.append(_timed(partial(transport.fulfil, request), transport, device))
+            seconds.append(_timed(partial(transport.fulfil, requests[kind]), transport, device))
         least = min(seconds[1:])  # other load only adds
         messages, nbytes, _ = asked.volume(workers)
         yield ExchangeRecord(messages, nbytes, least)
         if least > LONGEST and tried >= FEWEST - 1:
             return
-
-
-def _request(kind: str, payload: Tensor, workers: int) -> Request:
-    if kind == "Mean":
-        return Mean((payload,))
-    return Gather((payload,)) if kind == "Gather" else Exchange(((payload,),) * workers)
 
 
 def _timed(action: Callable[[], object], transport: Distributed, device: torch.device) -> float:

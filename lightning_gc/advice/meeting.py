@@ -19,12 +19,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from lightning_gc.core import notices
-from lightning_gc.transports.interfaces import (
-    address_towards,
-    interfaces,
-    is_bindable,
-    is_loopback,
-)
+from lightning_gc.core.refusal import refuse
+from lightning_gc.transports import interfaces
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -118,7 +114,7 @@ class Party:
             family, _, _, _, place = socket.getaddrinfo(self.address, 0, type=socket.SOCK_STREAM)[0]
         except OSError as error:
             raise NotMet(self._unknown()) from error
-        if not is_bindable(family, place):
+        if not interfaces.is_bindable(family, place):
             raise NotMet(
                 f"--master-addr {self.address} is not an address of this machine, which is "
                 f"machine 0. Its addresses are {', '.join(own_addresses()) or 'loopback only'}."
@@ -153,7 +149,7 @@ class Party:
         if isinstance(error, socket.gaierror):
             return self._unknown()
         try:
-            own = f"this machine, {address_towards(self.address)},"
+            own = f"this machine, {interfaces.address_towards(self.address)},"
         except OSError:
             own = "this machine"
         where = f"port {self.port} of machine 0, {self.address}"
@@ -228,10 +224,10 @@ def party_of(options: argparse.Namespace) -> Party | None:
     names["--master-addr"] = options.master_addr
     given = [name for name, value in names.items() if value is not None]
     if not 1 <= options.wait < float("inf"):
-        raise ValueError(f"--wait {options.wait:g}: give 1 second or more, such as 60.")
+        refuse(f"--wait {options.wait:g}: give 1 second or more, such as 60")
     if TORCHRUN in os.environ:
         if given:
-            raise ValueError(f"{given[0]}: torchrun has said it. Give it to torchrun only.")
+            refuse(f"{given[0]}: torchrun has said it. Give it to torchrun only")
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         rank, machines = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // local
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -242,15 +238,15 @@ def party_of(options: argparse.Namespace) -> Party | None:
         return None
     missing = sorted(names.keys() - given)
     if missing:
-        raise ValueError(f"{', '.join(given)} needs also {' and '.join(missing)}.")
+        refuse(f"{', '.join(given)} needs also {' and '.join(missing)}")
     number, machines = options.node_rank, options.nnodes
     address, port = _place(options.master_addr, options.master_port)
     if machines < 1:
-        raise ValueError(f"--nnodes {machines}: give the number of machines, such as 2.")
+        refuse(f"--nnodes {machines}: give the number of machines, such as 2")
     if not 0 <= number < machines:
-        raise ValueError(f"--node-rank {number}: give 0 to {machines - 1}, each on one machine.")
+        refuse(f"--node-rank {number}: give 0 to {machines - 1}, each on one machine")
     if not 0 < port < 1 << 16:
-        raise ValueError(f"--master-port {port}: a port is a number from 1 to 65535.")
+        refuse(f"--master-port {port}: a port is a number from 1 to 65535")
     return Party(number, machines, address, port, number == 0, options.wait)
 
 
@@ -264,29 +260,28 @@ def _place(address: str, port: int | None) -> tuple[str, int]:
         return address, PORT if port is None else port
     host, written = found["six"] or found["host"], found["its"] or found["port"]
     if not host or (written and not (written.isascii() and written.isdecimal())):
-        raise ValueError(f"--master-addr {address}: write an address, such as 10.0.0.1:{PORT}.")
+        refuse(f"--master-addr {address}: write an address, such as 10.0.0.1:{PORT}")
     if written is None:
         return host, PORT if port is None else port
     if port not in (None, int(written)):
-        raise ValueError(
-            f"--master-addr {address} and --master-port {port} name two ports. Give one of them."
-        )
+        refuse(f"--master-addr {address} and --master-port {port} name two ports. Give one of them")
     return host, int(written)
 
 
 def _facts(text: bytes) -> Facts:
-    lines = text.decode(errors="replace").splitlines()
-    pairs = (line.partition("\t") for line in lines)
-    return {name: _short("".join(filter(str.isprintable, value))) for name, _, value in pairs}
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _MOST else f"{text[:_MOST]} ..."
+    found: Facts = {}
+    for line in text.decode(errors="replace").splitlines():
+        name, _, value = line.partition("\t")
+        shown = "".join(filter(str.isprintable, value))
+        found[name] = shown if len(shown) <= _MOST else f"{shown[:_MOST]} ..."
+    return found
 
 
 def own_addresses() -> list[str]:
     """Return this machine's addresses that other machines may reach."""
-    found = [address for _, address in interfaces() if not is_loopback(address)]
+    found = [
+        address for _, address in interfaces.interfaces() if not interfaces.is_loopback(address)
+    ]
     return [address for address in found if not address.startswith("fe80:")]
 
 

@@ -1,13 +1,9 @@
 """Report an advice: predicted and measured seconds, the verdict, the timeline's plot, files."""
 
-import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from lightning_gc.advice.prediction import Prediction, shortlist
 from lightning_gc.controllers import Plan
@@ -118,27 +114,6 @@ def strategy_section(row: Prediction, method: Method, settings: Mapping[str, Any
 def plan_of(row: Prediction, method: Method) -> Plan:
     """Return a controller that sends the row's ``whole`` parameters uncompressed."""
     return Plan(dict.fromkeys(row.whole), default=method.make_compressor({}).level)
-
-
-def write_yaml(path: Path, sections: Mapping[str, Any], strategy: Any, trainer: Any) -> None:
-    """Write the file's sections with another strategy.
-
-    Args:
-        path: of the file.
-        sections: those that were read.
-        strategy: its ``trainer.strategy``.
-        trainer: other settings of the Trainer, such as ``devices``.
-    """
-    written = copy.deepcopy(dict(sections))
-    written["trainer"] = {**(written.get("trainer") or {}), **trainer, "strategy": strategy}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
-
-
-def write_json(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write all figures as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def _as_yaml(value: Any) -> Any:

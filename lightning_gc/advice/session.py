@@ -1,11 +1,12 @@
 """Measure link, module, methods and DDP for an advice, predict, and measure the best methods."""
 
+import contextlib
 import dataclasses
 import json
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,21 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gc.advice import prediction
 from lightning_gc.advice.costs import Costs, measure_costs
 from lightning_gc.advice.link_probe import directions, probe
-from lightning_gc.advice.prediction import (
-    SIXTEEN,
-    WHOLE,
-    Prediction,
-    Situation,
-    pieces_for,
-    shortlist,
-)
 from lightning_gc.advice.report import keeps_settings, plan_of
 from lightning_gc.bench.baselines import BF16, FP16, NO_EXCHANGE, NONE, PLAIN, baseline_strategy
 from lightning_gc.bench.benchmark import Say, take_turns
 from lightning_gc.bench.method_run import WARMUP_STEPS, Measurement, measure, train
 from lightning_gc.bench.preparation import BenchError, BenchSetup
+from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange.timeline import Module
 from lightning_gc.exchange.workers import plain_name
 from lightning_gc.methods.lightning_flavour import pl
@@ -67,14 +62,11 @@ class ModuleTiming(pl.Callback):
         self._ready: dict[str, Mark] = {}
         self._named = {plain_name(n): p for n, p in module.named_parameters() if p.requires_grad}
         for name, param in self._named.items():
-            hook = self._noting(name)
-            self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
-    def _noting(self, name: str) -> Callable[[Tensor], None]:
-        def note(_: Tensor) -> None:
-            self._ready[name] = mark(self._device)
+            def note(_: Tensor, name: str = name) -> None:
+                self._ready[name] = mark(self._device)
 
-        return note
+            self._handles.append(param.register_post_accumulate_grad_hook(note))
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Mark the beginning of a batch."""
@@ -145,31 +137,23 @@ class ModuleTiming(pl.Callback):
         }
 
 
-class Busy(pl.Callback):
-    """Callback that keeps a thread busy while a module trains, as compression would.
+@contextlib.contextmanager
+def busy(work: Callable[[], object]) -> Iterator[None]:
+    """Call ``work`` again and again in a thread within the body, as compression would be."""
+    over = threading.Event()
 
-    Args:
-        work: called by the thread again and again.
-    """
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work, self._stop = work, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def on_train_start(self, *_: Any) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread, also after an error."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
+    def run() -> None:
         with torch.no_grad():
-            while not self._stop.is_set():
-                self._work()
+            while not over.is_set():
+                work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 STEPS = 6
@@ -223,7 +207,9 @@ class Session:
             raise BenchError(self.setup.worker.rank, "the probe of the link", error) from error
         return with_directions(links, *(min(each) for each in zip(*ways, strict=True)))
 
-    def situation(self, links: Links, workers: int | None, nominal: Link | None) -> Situation:
+    def situation(
+        self, links: Links, workers: int | None, nominal: Link | None
+    ) -> prediction.Situation:
         """Time module, methods and DDP's wrapper; return the situation of the target.
 
         Args:
@@ -234,7 +220,8 @@ class Session:
         """
         workers = workers or self.setup.worker.world_size
         timing, module = self._module_turn()
-        order = self._order(timing)
+        ready = self._gather(timing.ready())  # in worker 0's order, as late as on any worker
+        order = {name: max(each[name] for each in ready) for name in ready[0]}
         names = tuple(order)
         nbytes = tuple(timing.sizes()[name][1] for name in names)
         gradients = {
@@ -245,9 +232,9 @@ class Session:
         }
         timing.gradients = {}
         contention = self._contention(module, gradients)
-        pieces = pieces_for(nbytes)
+        pieces = prediction.pieces_for(nbytes)
         costs, self.missing = measure_costs(
-            {WHOLE: None, **self.methods},
+            {prediction.WHOLE: None, **self.methods},
             gradients,
             names,
             pieces,
@@ -256,20 +243,20 @@ class Session:
             self.transport,
             self.device,
         )
-        if WHOLE in self.missing:
-            raise ValueError(
-                f"The uncompressed exchange could not be timed: {self.missing[WHOLE]}. All "
-                f"predictions need it. Free the device's memory, or use a smaller model."
+        if prediction.WHOLE in self.missing:
+            refuse(
+                f"The uncompressed exchange could not be timed: {self.missing[prediction.WHOLE]}. "
+                f"All predictions need it. Free the device's memory, or use a smaller model"
             )
         self.shapes = {name: timing.sizes()[name][0] for name in names}
-        here = Situation(
+        here = prediction.Situation(
             module,
             names,
             nbytes,
             tuple(order.values()),
             pieces,
             costs,
-            WHOLE,
+            prediction.WHOLE,
             self.setup.worker.world_size,
             links,
             contention,
@@ -291,15 +278,15 @@ class Session:
             found[name] = frozenset(taken)
         return found
 
-    def measure(self, rows: Sequence[Prediction]) -> dict[str, dict[str, Any]]:
+    def measure(self, rows: Sequence[prediction.Prediction]) -> dict[str, dict[str, Any]]:
         """Measure plain DDP, torch's hook and the best rows in turn, while time lasts.
 
         16 bits are among these rows, and the best method that needs no tuning.
         """
-        ranked = shortlist(rows, len(rows))
+        ranked = prediction.shortlist(rows, len(rows))
         kept = [row for row in ranked if keeps_settings(self.methods, row)]
-        wanted = [row for row in kept if row.method != SIXTEEN][:1]
-        wanted += [row for row in kept if row.method == SIXTEEN]
+        wanted = [row for row in kept if row.method != prediction.SIXTEEN][:1]
+        wanted += [row for row in kept if row.method == prediction.SIXTEEN]
         best = ranked[:BEST] + [row for row in wanted if row not in ranked[:BEST]]
         dense = next(row for row in rows if row.name == PLAIN)
         steps, rounds = self._steps(dense, best)
@@ -329,7 +316,9 @@ class Session:
 
         return take_turns(runs, counted, rounds, self.device, self.say, in_time)
 
-    def _steps(self, dense: Prediction, best: Sequence[Prediction]) -> tuple[int, int]:
+    def _steps(
+        self, dense: prediction.Prediction, best: Sequence[prediction.Prediction]
+    ) -> tuple[int, int]:
         """Return steps per turn and rounds that fit into the time left, equal on all workers."""
         step = sum(row.seconds for row in best) + 2 * dense.seconds
         turns = (2 + len(best)) * self._turn_seconds
@@ -350,7 +339,7 @@ class Session:
         found = [Module(**each) for each in self._gather(dataclasses.asdict(timing.module()))]
         return timing, max(found, key=lambda each: each.step)
 
-    def _alone(self, *callbacks: Any) -> None:
+    def _alone(self, timing: ModuleTiming) -> None:
         """Train without an exchange."""
         self.setup.worker.restore_environment()
         name = "the module by itself"
@@ -358,11 +347,11 @@ class Session:
             strategy = baseline_strategy(
                 NONE, self.setup.backend, timeout=self.setup.timeout, **self.setup.ddp
             )
-            _, module = train(self.setup, strategy, WARMUP_STEPS + STEPS, name, callbacks)
+            _, module = train(self.setup, strategy, WARMUP_STEPS + STEPS, name, [timing])
             if not module.automatic_optimization:
-                raise ValueError(
+                refuse(
                     "The model optimizes manually, so a step may have several exchanges. advise "
-                    "cannot predict their timeline. Use lightning-gc bench."
+                    "cannot predict their timeline. Use lightning-gc bench"
                 )
             rank, ranks = self.setup.worker.rank, self.setup.worker.world_size
             with awaiting_peers(f"finish {name}", rank, ranks):
@@ -372,21 +361,13 @@ class Session:
         except Exception as error:
             raise BenchError(self.setup.worker.rank, name, error) from error
 
-    def _order(self, timing: ModuleTiming) -> dict[str, float]:
-        """Return worker 0's order of readiness, with the maximum seconds over workers."""
-        found = self._gather(timing.ready())
-        return {name: max(each[name] for each in found) for name in found[0]}
-
     def _contention(self, module: Module, gradients: Mapping[str, Tensor]) -> float:
         """Return the share by which a computing thread slows the backward pass down."""
         largest = max(gradients.values(), key=Tensor.numel).reshape(-1)
         sample = largest[: 1 << 20].clone()
-        busy = Busy(lambda: sample.abs().topk(max(sample.numel() // 100, 1)))
         timing = ModuleTiming(WARMUP_STEPS, keep=False)
-        try:
-            self._alone(timing, busy)
-        finally:
-            busy.stop()
+        with busy(lambda: sample.abs().topk(max(sample.numel() // 100, 1))):
+            self._alone(timing)
         slowed = [each["backward"] for each in self._gather(dataclasses.asdict(timing.module()))]
         self.say("timed it with a busy thread")
         return float(min(max(max(slowed) / module.backward - 1, 0.0), 1.0))

@@ -20,6 +20,7 @@ from lightning_gc.advice.description import Shapes as Shapes
 from lightning_gc.compressors import Compressor
 from lightning_gc.compressors.wrappers.per_parameter import by_default
 from lightning_gc.core import Exchange, Gather, Mean, Reply, Request
+from lightning_gc.core.refusal import refuse
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.timeline import BucketWork
 from lightning_gc.kernels import dispatch
@@ -234,15 +235,11 @@ class Pattern:
         like: one of the traces, which agree in the kinds of requests and in lengths.
         sizes: (a, b, c) of the sent and of the received bytes of every request.
         seconds: (a, b, c) of the computation before, between and after the requests.
-        volume_error: relative error of the sent bytes at the largest W, predicted from the others.
-        seconds_error: largest relative error, over W, of the total seconds.
     """
 
     like: Trace
     sizes: tuple[tuple[tuple[float, ...], ...], ...]
     seconds: tuple[tuple[float, ...], ...]
-    volume_error: float = 0.0
-    seconds_error: float = 0.0
 
     def at(self, workers: int) -> Trace:
         """Return the trace for this number of workers."""
@@ -263,20 +260,11 @@ def pattern(traces: Sequence[Trace]) -> Pattern:
     *_, largest = traces
     kinds = {tuple((a.kind, a.collectives, a.lengths) for a in each.asked) for each in traces}
     if len(kinds) > 1:
-        raise ValueError(f"The requests depend on the number of workers: {kinds}.")
-    sizes = _sizes(traces)
-    seconds = _fit(traces, [list(each.seconds) for each in traces])
-    found = Pattern(largest, sizes, seconds)
-    wrong = [sum(found.at(t.workers).seconds) / sum(t.seconds) - 1 for t in traces]
-    guessed = Pattern(largest, _sizes(traces[:-1]), seconds).at(largest.workers)
-    volume_error = guessed.nbytes / largest.nbytes - 1
-    return Pattern(largest, sizes, seconds, volume_error, max(wrong, key=abs))
-
-
-def _sizes(traces: Sequence[Trace]) -> tuple[tuple[tuple[float, ...], ...], ...]:
+        refuse(f"The requests depend on the number of workers: {kinds}")
     sent = _fit(traces, [[asked.nbytes for asked in each.asked] for each in traces])
     received = _fit(traces, [[asked.arriving for asked in each.asked] for each in traces])
-    return tuple(zip(sent, received, strict=True))
+    seconds = _fit(traces, [list(each.seconds) for each in traces])
+    return Pattern(largest, tuple(zip(sent, received, strict=True)), seconds)
 
 
 def _terms(workers: int) -> Any:

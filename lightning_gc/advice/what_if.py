@@ -18,21 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from lightning_gc.advice import report
+from lightning_gc.advice import prediction, report
 from lightning_gc.advice.costs import bucket_trace, simulated
 from lightning_gc.advice.description import Description, Shapes
-from lightning_gc.advice.prediction import (
-    METHODS,
-    SIXTEEN,
-    WHOLE,
-    Prediction,
-    Situation,
-    pieces_for,
-    predict,
-    shortlist,
-)
 from lightning_gc.advice.traces import Asked, Trace, pattern
 from lightning_gc.compressors.wrappers.per_parameter import by_default
+from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange.timeline import Module
 from lightning_gc.methods.catalogue import start_text
 from lightning_gc.methods.method import Method, parse_method
@@ -78,7 +69,7 @@ def shipped_trace(name: str, method: Method | None, shapes: Shapes, workers: int
         sides = sum(shape[0] + math.prod(shape[1:]) for shape in taken) if low_rank else None
         parts.append(_any_workers(name, numel, sides, workers))
     if left:
-        parts.append(_any_workers(WHOLE, left, None, workers))
+        parts.append(_any_workers(prediction.WHOLE, left, None, workers))
     return bucket_trace(parts)
 
 
@@ -128,16 +119,16 @@ class WhatIf(Description):
     @property
     def methods(self) -> dict[str, Method]:
         """The methods whose costs are shipped."""
-        names = [n for n in METHODS if not self.gpu or n in shipped()["gpu"]["step_ms"]]
+        names = [n for n in prediction.METHODS if not self.gpu or n in shipped()["gpu"]["step_ms"]]
         if missing := set(self.chosen).difference(names):
-            raise ValueError(
+            refuse(
                 f"--methods {min(missing)}: it has no costs on a GPU. Choose from "
-                f"{', '.join(names)}."
+                f"{', '.join(names)}"
             )
         names = [name for name in names if name in (self.chosen or names)]
         return {name: parse_method(name) for name in names}
 
-    def situation(self) -> Situation:
+    def situation(self) -> prediction.Situation:
         """Return what ``advise`` would have measured.
 
         Gradients become ready in proportion to their elements, the last parameter first. Each
@@ -150,22 +141,22 @@ class WhatIf(Description):
         for each in nbytes:
             done += each
             ready.append(backward * done / sum(nbytes) if self.overlap else backward)
-        pieces = pieces_for(nbytes)
+        pieces = prediction.pieces_for(nbytes)
         costs = {
             name: [
                 self._cost(name, method, {names[i]: self.shapes[names[i]] for i in piece})
                 for piece in pieces
             ]
-            for name, method in {WHOLE: None, **self.methods}.items()
+            for name, method in {prediction.WHOLE: None, **self.methods}.items()
         }
-        return Situation(
+        return prediction.Situation(
             Module(FORWARD * self.step, backward, 0.0),
             names,
             nbytes,
             tuple(ready),
             pieces,
             costs,
-            WHOLE,
+            prediction.WHOLE,
             self.workers,
             alike(self.link.times(NOMINAL)),
             contention=1.0,
@@ -189,15 +180,15 @@ class WhatIf(Description):
         share = numel / known["parameters"]
         return float(max(more, 0.0) * 1e-3 * share)
 
-    def rows(self) -> list[Prediction]:
+    def rows(self) -> list[prediction.Prediction]:
         """Return the predicted rows, shortest step first.
 
         Plans that leave some tensors uncompressed are not searched, because that takes seconds.
         """
-        return predict(self.situation(), {})
+        return prediction.predict(self.situation(), {})
 
 
-def verdict(rows: Sequence[Prediction], step: float) -> tuple[str, str | None, float]:
+def verdict(rows: Sequence[prediction.Prediction], step: float) -> tuple[str, str | None, float]:
     """Return the verdict as a text, the suggested method, and its speed relative to plain DDP.
 
     The rules are those of ``report.judge``. A speed below ``MARGIN`` is within the error of a
@@ -208,13 +199,15 @@ def verdict(rows: Sequence[Prediction], step: float) -> tuple[str, str | None, f
         step: seconds of a step without exchange.
     """
     dense = _plain(rows)
-    best = {row.name: row for row in (dense, *shortlist(rows, len(rows)))}
+    best = {row.name: row for row in (dense, *prediction.shortlist(rows, len(rows)))}
     seconds = ("seconds", "low", "high")
     measured = {
         name: dict.fromkeys(seconds, row.seconds) | {"bytes": row.nbytes}
         for name, row in best.items()
     }
-    sixteen = next((name for name, row in best.items() if row.method == SIXTEEN), SIXTEEN)
+    sixteen = next(
+        (name for name, row in best.items() if row.method == prediction.SIXTEEN), prediction.SIXTEEN
+    )
     found = report.judge(
         measured, dense.name, sixteen, step, lambda seconds: f"{report.rough(seconds)} s"
     )
@@ -233,7 +226,7 @@ def verdict(rows: Sequence[Prediction], step: float) -> tuple[str, str | None, f
     return f"{found}{also}", chosen.method, speed
 
 
-def _plain(rows: Sequence[Prediction]) -> Prediction:
+def _plain(rows: Sequence[prediction.Prediction]) -> prediction.Prediction:
     return next(r for r in rows if r.method is None and r.every == 1 and r.bucket_cap_mb is None)
 
 

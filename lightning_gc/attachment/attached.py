@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -29,26 +29,18 @@ from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.copies import Single
 from lightning_gc.core.notices import say
+from lightning_gc.core.refusal import refuse
+from lightning_gc.exchange import validation
 from lightning_gc.exchange.compression import Resolved, WayIn
 from lightning_gc.exchange.peers import Parts, Peers, on_all_ranks
 from lightning_gc.exchange.synchronizer import Synchronizer
-from lightning_gc.exchange.validation import (
-    check_optimizers,
-    not_reached,
-    refuse_own_gradients,
-    refuse_second_hook,
-    refuse_sparse_gradients,
-    refuse_static_accumulation,
-    refuse_steps_within_backward,
-    refuse_unsynchronised,
-    warn_of_one_queue,
-    warn_of_one_worker,
-    why_not_reached,
-)
 from lightning_gc.exchange.workers import Workers
 from lightning_gc.sharded.shard_validation import refuse_new_parameters
 from lightning_gc.transports.accounting import Account
 from lightning_gc.transports.peer_error import is_from_backend, naming_peers, peers_in_words
+
+if TYPE_CHECKING:
+    from lightning_gc.elastic.elastic_exchange import ElasticExchange
 
 
 class ModuleHook:
@@ -177,7 +169,7 @@ class Setup:
         compressor, memory = configuration.compressor, configuration.memory
         groups = [group for each in optimizers for group in each.param_groups]
         judge("Training loop", memory=memory, way="attach", optimizers=groups)
-        check_optimizers(compressor, memory, optimizers)
+        validation.check_optimizers(compressor, memory, optimizers)
         return cls(
             way,
             compression,
@@ -187,16 +179,6 @@ class Setup:
             scaler if scaler is not None and scaler.is_enabled() else None,
             timeout,
         )
-
-
-class InBackground(Protocol):
-    """Exchanges in the background, as a ``Synchronizer`` does."""
-
-    def check(self) -> None:
-        """Raise what has gone wrong since."""
-
-    def close(self, failed: bool = False) -> None:
-        """Stop; ``failed``: without waiting for others."""
 
 
 class _OpenHandles:
@@ -259,7 +241,7 @@ class _OpenHandles:
                 continue
             if handle._workers.first.workers > 1:
                 cause = partial(handle.why_not_exchanged, optimizer, within=backward)
-                refuse_own_gradients(optimizer, handle._workers.names, cause)
+                validation.refuse_own_gradients(optimizer, handle._workers.names, cause)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Expect another exchange before the next step of this optimizer."""
@@ -288,7 +270,7 @@ class Attached(Single):
         module: nn.Module,
         setup: Setup,
         peers: Peers,
-        background: InBackground | None = None,
+        background: Synchronizer | ElasticExchange | None = None,
     ) -> None:
         self._module, self._setup, self._peers = module, setup, peers
         self._workers, self._background = setup.workers, background
@@ -324,7 +306,7 @@ class Attached(Single):
 
     def _warn_alone(self) -> None:
         weights = self._setup.checkpoint_parts.exchanged == "weights"
-        warn_of_one_worker(
+        validation.warn_of_one_worker(
             self._workers.configuration.compressor,
             "One worker: nothing is sent",
             "differences of weights" if weights else "gradients",
@@ -340,7 +322,8 @@ class Attached(Single):
         """Check and refuse around each forward pass: for a training loop without our hooks."""
         # Not by the communication hook, which is not called if all that is trained is new.
         # Before DDP's own collectives, in which this worker would wait for peers that wait for it.
-        before, after = ModuleHook(self._before_forward), ModuleHook(self._after_forward)
+        before = ModuleHook(self._before_forward)
+        after = ModuleHook(lambda module: self.refuse_unsynchronised())
         self._watching += [
             self._module.register_forward_pre_hook(before.watch),
             self._module.register_forward_hook(after.watch),
@@ -354,9 +337,6 @@ class Attached(Single):
         if controller is not None and controller.needs.weighed and torch.is_grad_enabled():
             # It needs no metrics, so the loop need not call us.
             self.decide(0, partial(Moment, {}))
-
-    def _after_forward(self, module: nn.Module) -> None:
-        self.refuse_unsynchronised()
 
     def prepare_round(self) -> None:
         """Set loss scale and learning rates of the next round, where no synchronizer does."""
@@ -435,7 +415,7 @@ class Attached(Single):
         if any(optimizer is each for each in known):
             return
         configuration = self._workers.configuration
-        check_optimizers(configuration.compressor, configuration.memory, [optimizer])
+        validation.check_optimizers(configuration.compressor, configuration.memory, [optimizer])
         assert isinstance(known, list)
         known.append(optimizer)
 
@@ -500,9 +480,9 @@ class Attached(Single):
         Call it on all workers before every training batch, instead of ``begin_epoch``.
         """
         if self.control is None or not self._setup.optimizers():
-            raise ValueError(
+            refuse(
                 f"A decision needs a controller, and an optimizer for the learning rate. Give "
-                f"{self._setup.way.owner} both, such as controller=Accordion(low=0.1, high=0.01)."
+                f"{self._setup.way.owner} both, such as controller=Accordion(low=0.1, high=0.01)"
             )
         self.decide(epoch, partial(Moment, metrics or {}, **run))
 
@@ -541,14 +521,14 @@ class Attached(Single):
         if self._workers.first.torn:
             raise RuntimeError("A step is under way, so its errors are not final; save after it.")
         if mode not in ("full", "mean"):
-            raise ValueError(f"state_dict(mode={mode!r}): use 'full' or 'mean'.")
+            refuse(f"state_dict(mode={mode!r}): use 'full' or 'mean'")
         if mode == "full":
             return memory_store.state_dict(self._setup.checkpoint_parts)
         with self._peers.awaiting("save the mean state"):
-            return memory_store.state_dict(self._setup.checkpoint_parts, self._mean_on_host)
-
-    def _mean_on_host(self, tensor: Tensor) -> Tensor:
-        return self._peers.mean(tensor.to(self._setup.device)).cpu()
+            return memory_store.state_dict(
+                self._setup.checkpoint_parts,
+                lambda tensor: self._peers.mean(tensor.to(self._setup.device)).cpu(),
+            )
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resume from ``state_dict()`` of the same worker, bit for bit; or of all workers.
@@ -648,11 +628,11 @@ class AttachedDDP(Attached):
 
     def __init__(self, ddp: DistributedDataParallel, setup: Setup) -> None:
         ours = ModuleHook.of(ddp)
-        refuse_second_hook(ddp, closed=None if ours is None else ours.closed)
-        refuse_steps_within_backward(ddp)
+        validation.refuse_second_hook(ddp, closed=None if ours is None else ours.closed)
+        validation.refuse_steps_within_backward(ddp)
         self._hook = ours or ModuleHook()
-        refuse_sparse_gradients(ddp.module)
-        warn_of_one_queue(ddp)
+        validation.refuse_sparse_gradients(ddp.module)
+        validation.warn_of_one_queue(ddp)
         setup.workers.name(ddp.module)
         group = ddp.process_group
         self._synchronizer = Synchronizer(
@@ -699,17 +679,19 @@ class AttachedDDP(Attached):
 
     def before_pass(self) -> None:
         """Refuse a static graph that begins with accumulated gradients; steps within a pass."""
-        refuse_steps_within_backward(self._module)
-        refuse_static_accumulation(self._module)
+        validation.refuse_steps_within_backward(self._module)
+        validation.refuse_static_accumulation(self._module)
 
     def refuse_unsynchronised(self) -> None:
         """Raise RuntimeError for a parameter that is trained, and not exchanged."""
         optimizers, elsewhere = self._setup.optimizers(), self._setup.way.elsewhere
-        refuse_unsynchronised(self._module.module, self._exchanged, optimizers, elsewhere)
+        validation.refuse_unsynchronised(
+            self._module.module, self._exchanged, optimizers, elsewhere
+        )
 
     def why_not_exchanged(self, optimizer: torch.optim.Optimizer, *, within: bool) -> str:
         """As ``Attached.why_not_exchanged``, or which parameters DDP waits for."""
-        unreached = {} if within else not_reached(self._module, self._workers.names)
+        unreached = {} if within else validation.not_reached(self._module, self._workers.names)
         if unreached:
-            return why_not_reached(self._module, unreached, self._setup.way.unused)
+            return validation.why_not_reached(self._module, unreached, self._setup.way.unused)
         return super().why_not_exchanged(optimizer, within=within)

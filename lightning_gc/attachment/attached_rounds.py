@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gc.attachment.attached import Attached, InBackground, Setup, peers_of
+from lightning_gc.attachment.attached import Attached, Setup, peers_of
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.elastic.elastic_exchange import ElasticExchange, ElasticState
 from lightning_gc.exchange import Workers
 from lightning_gc.exchange.compression import Resolved
 from lightning_gc.exchange.peers import Peers, ShardParts, on_all_ranks, take_over
 from lightning_gc.exchange.synchronizer import Synchronizer, leave
 from lightning_gc.exchange.validation import check_agreement
-from lightning_gc.local_steps.local_rounds import Exchanger, LocalRounds, finished, reset_poisoned
+from lightning_gc.local_steps.local_rounds import LocalRounds, finished, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_shards
 from lightning_gc.local_steps.round_plan import Elastic, RoundPlan
 from lightning_gc.sharded.fsdp_units import units_of
@@ -28,10 +29,6 @@ from lightning_gc.sharded.sharded_workers import ShardedWorkers
 from lightning_gc.transports.base import all_reduce_bytes
 from lightning_gc.transports.distributed import Distributed, own_group
 from lightning_gc.transports.island import ALONE, Island
-
-
-class RoundExchange(Exchanger, InBackground, Protocol):
-    """Carries out the exchanges of one real worker until it is closed."""
 
 
 @dataclass(frozen=True)
@@ -47,33 +44,12 @@ class Meeting:
         between: a group for decisions of those that have the same shards, left at the end.
     """
 
-    exchange: RoundExchange
+    exchange: Synchronizer | ElasticExchange
     peers: Peers
     begin: Callable[[nn.Module], None]
     island: Island = ALONE
     inside: dist.ProcessGroup | None = None
     between: dist.ProcessGroup | None = None
-
-
-class MeetingPlace(Protocol):
-    """Where workers meet: what they cannot have there, and how one of them is connected."""
-
-    @property
-    def kind(self) -> type[Workers]:
-        """The class that keeps what the workers of a process exchange."""
-
-    def refuse(self, plan: RoundPlan, given: Given) -> None:
-        """Raise ValueError for settings that cannot be obeyed here."""
-
-    def refuse_module(self, owner: str, module: nn.Module) -> None:
-        """Raise ValueError for a module whose weights no process here has."""
-
-    def meet(self, setup: Setup, agreed: Mapping[str, str]) -> Meeting:
-        """Connect a worker, given the settings that must be equal on all workers, as text.
-
-        Raises:
-            ValueError: on all workers, if they differ.
-        """
 
 
 @dataclass(frozen=True)
@@ -83,7 +59,7 @@ class Given(Resolved):
     scaler: Any = None
 
 
-def place_of(plan: RoundPlan) -> MeetingPlace:
+def place_of(plan: RoundPlan) -> Ranks:
     """Return where the workers of a plan meet that have complete modules."""
     if plan.elastic is not None:
         return Rendezvous(plan.elastic, plan.island)
@@ -94,14 +70,22 @@ class Ranks:
     """All ranks of the default process group, whose number is fixed."""
 
     kind: ClassVar[type[Workers]] = Workers
+    """The class that keeps what the workers of a process exchange."""
 
     def refuse(self, plan: RoundPlan, given: Given) -> None:
+        """Raise ValueError for settings that cannot be obeyed here."""
         judge("Local steps between processes", plan.owner, plan=plan)
 
     def refuse_module(self, owner: str, module: nn.Module) -> None:
+        """Raise ValueError for a module whose weights no process here has."""
         refuse_shards(owner, module, islands=True)
 
     def meet(self, setup: Setup, agreed: Mapping[str, str]) -> Meeting:
+        """Connect a worker, given the settings that must be equal on all workers, as text.
+
+        Raises:
+            ValueError: on all workers, if they differ.
+        """
         return Meeting(_synchronizer(setup, agreed), peers_of(setup.device, None, None), take_over)
 
 
@@ -128,7 +112,7 @@ class Islands(Ranks):
     size: int
 
     def meet(self, setup: Setup, agreed: Mapping[str, str]) -> Meeting:
-        """As for ``MeetingPlace``; refuse a number of processes that N does not divide."""
+        """As for ``Ranks``; refuse a number of processes that N does not divide."""
         islands, seats = _islands(setup, str(self.size), self.size)
         longest = None if setup.timeout is None else _ACTS * setup.timeout
         island = Island.among(islands, longest)
@@ -160,7 +144,7 @@ class Shards:
         """Refuse nothing before ranks meet, which compare their models then."""
 
     def meet(self, setup: Setup, agreed: Mapping[str, str]) -> Meeting:
-        """As for ``MeetingPlace``; refuse a model that is not in shards of N ranks on all ranks."""
+        """As for ``Ranks``; refuse a model that is not in shards of N ranks on all ranks."""
         model, size = self.model, self.size
         islands, seats = _islands(setup, f"{size} of a model in shards", size)
         own = islands[dist.get_rank() // size]
@@ -206,8 +190,12 @@ class Rendezvous(Ranks):
         parts = (self.elastic, setup.workers, setup.device, agreed, self.wanted)
         exchange = ElasticExchange(*parts, size=self.size, timeout=setup.timeout)
         setup.checkpoint_parts.common["elastic"] = ElasticState(exchange)
-        begin = take_over if self.size > 1 else _as_it_is
+        begin = take_over if self.size > 1 else lambda module: None  # rounds load a snapshot
         return Meeting(exchange, Peers(False, setup.device), begin, exchange.island)
+
+
+MeetingPlace: TypeAlias = Ranks | Shards
+"""Where workers meet: what they cannot have there, and how one of them is connected."""
 
 
 def _islands(setup: Setup, kind: str, size: int) -> tuple[list[range], list[range]]:
@@ -218,16 +206,12 @@ def _islands(setup: Setup, kind: str, size: int) -> tuple[list[range], list[rang
     check_agreement({"island": kind}, Distributed(), setup.device)
     ranks = dist.get_world_size()
     if ranks % size:
-        raise ValueError(
+        refuse(
             f"{setup.way.owner}(island={size}): {ranks} processes are not islands of {size}, "
-            f"and all islands must be equal. Start {size}, {2 * size}, {3 * size}, ... of them."
+            f"and all islands must be equal. Start {size}, {2 * size}, {3 * size}, ... of them"
         )
     islands = [range(first, first + size) for first in range(0, ranks, size)]
     return islands, [range(seat, ranks, size) for seat in range(size)]
-
-
-def _as_it_is(module: nn.Module) -> None:
-    """Leave a module to the rounds, which load a snapshot."""
 
 
 _ACTS = 3

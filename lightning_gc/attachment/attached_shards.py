@@ -13,14 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gc.attachment.attached import Attached, Setup, peers_of
+from lightning_gc.exchange import validation
 from lightning_gc.exchange.kernel_compilation import compile_kernels
 from lightning_gc.exchange.peers import ShardParts, on_all_ranks
-from lightning_gc.exchange.validation import (
-    check_agreement,
-    digest_of,
-    refuse_unknown_device,
-    warn_of_one_worker,
-)
 from lightning_gc.exchange.verification import verification
 from lightning_gc.exchange.workers import plain_name
 from lightning_gc.sharded.fsdp_units import Unit, UnitNumbers, units_of
@@ -79,7 +74,7 @@ class AttachedShards(Attached):
 
     def _warn_alone(self) -> None:
         alone = f"{self._setup.way.owner} has one replica on {dist.get_world_size()} ranks"
-        warn_of_one_worker(
+        validation.warn_of_one_worker(
             self._workers.configuration.compressor,
             f"{alone}: nothing is sent between nodes",
             "gradients",
@@ -130,7 +125,7 @@ class AttachedScatters(Attached):
     ) -> None:
         workers, device = setup.workers, setup.device
         assert isinstance(workers, FSDPWorkers)
-        refuse_unknown_device(device)
+        validation.refuse_unknown_device(device)
         ways: list[Way] = ["FSDP"] if weights is None else ["FSDP", "gathers"]
         check = partial(refuse_model, model, dist.get_process_group_ranks(group), *ways)
         on_all_ranks(partial(check, tensors=tensors), device)
@@ -139,7 +134,7 @@ class AttachedScatters(Attached):
         units = units_of(model)
         agreed = _agreed(setup, units, weights)
         agreed["tensor-parallel ranks"] = repr(workers.tensor_ranks)
-        check_agreement(agreed, Distributed(), device, workers.model)
+        validation.check_agreement(agreed, Distributed(), device, workers.model)
         verified = verification(setup.compression.verify, setup.way.owner)
         numbers = UnitNumbers([unit.name for unit in units], bool(setup.compression.verify))
         near = workers.configuration.neighbours(workers.shards)
@@ -214,7 +209,7 @@ def _agreed(setup: Setup, units: Sequence[Unit], weights: WeightSettings | None)
     }
     return {
         **configuration.in_words(),
-        "units": digest_of(of_units),
+        "units": validation.digest_of(of_units),
         "verify": repr(setup.compression.verify),
         "weights": repr(weights),
         **setup.agreed,

@@ -19,6 +19,7 @@ from lightning_gc.attachment.attached_shards import AttachedScatters, AttachedSh
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.core.settings import takes_fields
 from lightning_gc.exchange import Compression, WayIn
@@ -27,18 +28,8 @@ from lightning_gc.exchange.compression import CompressionFields
 from lightning_gc.exchange.validation import ELSEWHERE, check_timeout
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
+from lightning_gc.sharded import shard_validation
 from lightning_gc.sharded.fsdp_units import units_of
-from lightning_gc.sharded.shard_validation import (
-    check_bucket_cap,
-    check_legs,
-    check_tensor_parallel,
-    check_verify,
-    group_of_all,
-    refuse_errors,
-    refuse_settings,
-    replicated_mesh,
-    tensor_group_of,
-)
 from lightning_gc.sharded.sharded_workers import FSDPWorkers, ShardedWorkers
 from lightning_gc.sharded.unit_gathers import Weights, weights_of
 from lightning_gc.sharded.unit_scatters import ReduceScatter
@@ -134,24 +125,24 @@ def attach(
     """
     refuse_unknown("attach", fields)
     if compressor is None:
-        raise ValueError("attach needs a compressor; write attach(module, QSGD(4)).")
+        refuse("attach needs a compressor; write attach(module, QSGD(4))")
     check_timeout("attach", timeout)
     module = _uncompiled(module)
     _refuse_other_modules(module)
     model = cast(nn.Module, module)
     units = units_of(model)
-    tensors = tensor_group_of(units)
+    tensors = shard_validation.tensor_group_of(units)
     size = 1 if tensors is None else tensors.size()
     alone = isinstance(module, FSDPModule) and not any(unit.replicates for unit in units)
     way = _ALONE if alone else _REPLICAS if units else WayIn("attach")
     if alone:
-        check_legs("attach", compressor, weights, hops, workers_per_node)
-        refuse_settings("attach(...) of a model in shards", "FSDP")
+        shard_validation.check_legs("attach", compressor, weights, hops, workers_per_node)
+        shard_validation.refuse_settings("attach(...) of a model in shards", "FSDP")
         of_others = {"scheme": scheme, "timeout": timeout, "bucket_cap_mb": bucket_cap_mb}
         for name, own in of_others.items():
             place = "attach to a model in shards without replicas"
             judge(place, "attach", name=name, value=own)
-        check_verify("attach", fields.get("verify", Compression.verify))
+        shard_validation.check_verify("attach", fields.get("verify", Compression.verify))
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         scheme = ReduceScatter(workers_per_node or (max(local // size, 1) if hops == 2 else 1))
     else:
@@ -172,22 +163,24 @@ def attach(
         setup = Setup.of_loop(way, compression, its, module, scaler=scaler, timeout=timeout)
         return AttachedDDP(module, setup).watch()
     judge("attach to a model in shards", "attach", scaler=scaler)
-    check_bucket_cap("attach", bucket_cap_mb)
+    shard_validation.check_bucket_cap("attach", bucket_cap_mb)
     judge("Models in shards", "attach", controller=decides)
     configuration = compression.configuration
-    check_tensor_parallel("attach", size, configuration.compressor)
+    shard_validation.check_tensor_parallel("attach", size, configuration.compressor)
     if not alone:
-        mesh = replicated_mesh(units, tensors)
+        mesh = shard_validation.replicated_mesh(units, tensors)
         setup = Setup.of_loop(way, compression, its, model, ShardedWorkers, timeout=timeout)
         return AttachedShards(model, setup, mesh, bucket_cap_mb, units).watch()
-    refuse_errors("attach", configuration.compressor, configuration.memory, memory is not None)
+    shard_validation.refuse_errors(
+        "attach", configuration.compressor, configuration.memory, memory is not None
+    )
     gathers = None
     if weights is not None:
         gathers = weights_of("attach", weights, given.seed, given.min_numel)
     both = with_weights("attach", decides, weights_controller, gathers)
     compression = replace(compression, controller=both)
     setup = Setup.of_loop(way, compression, its, model, FSDPWorkers, timeout=timeout)
-    group = group_of_all(units, tensors)
+    group = shard_validation.group_of_all(units, tensors)
     setup = replace(setup, device=units[0].device)
     return AttachedScatters(model, setup, group, gathers, tensors).watch()
 
@@ -212,9 +205,9 @@ def _uncompiled(module: Any) -> Any:
     else:
         return module
     if ran and inside not in Attached.known:
-        raise ValueError(
+        refuse(
             f"attach({type(module).__name__}(...)): the compiled module has run already. Call "
-            f"attach before its first forward pass, before or after torch.compile."
+            f"attach before its first forward pass, before or after torch.compile"
         )
     return inside
 
@@ -225,21 +218,21 @@ def _refuse_other_modules(module: object) -> None:
     inside = list(module.modules()) if isinstance(module, nn.Module) else []
     bases = {base for each in inside for base in type(each).__mro__}
     if any(base.__module__.startswith(_REPLICATE) for base in bases):
-        raise ValueError(
+        refuse(
             f"attach({given}(...)): modules of torch's replicate(...) are not supported; use "
-            f"DistributedDataParallel(model) instead of replicate(model)."
+            f"DistributedDataParallel(model) instead of replicate(model)"
         )
     if isinstance(module, wanted):
         return
     held = next((type(each).__name__ for each in inside if isinstance(each, wanted)), None)
     if held is not None:
-        raise ValueError(
+        refuse(
             f"attach({given}(...)): the module holds a {held}, which exchanges the gradients; give "
-            f"attach that one."
+            f"attach that one"
         )
-    raise ValueError(
+    refuse(
         f"attach({given}(...)): give a DistributedDataParallel module, or one that fully_shard was "
-        f"called on; wrap the model first: attach(DistributedDataParallel(model), ...)."
+        f"called on; wrap the model first: attach(DistributedDataParallel(model), ...)"
     )
 
 
@@ -249,7 +242,7 @@ def refuse_unknown(owner: str, given: Mapping[str, object]) -> None:
     for name in given:
         if name not in known:
             instead = ELSEWHERE.get(name) or did_you_mean(name, known)
-            raise ValueError(f"{owner}({name}=...): unknown argument{instead}.")
+            refuse(f"{owner}({name}=...): unknown argument{instead}")
 
 
 _REPLICATE = "torch.distributed._composable.replicate"

@@ -39,24 +39,7 @@ from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS
 from lightning_gc.exchange.compression import CompressionFields
 from lightning_gc.exchange.validation import check_timeout, refuse_lazy
 from lightning_gc.exchange.workers import local_part, reshard
-from lightning_gc.local_steps import RoundFields, RoundPlan
-from lightning_gc.local_steps.local_rounds import (
-    ROUNDS,
-    LocalRounds,
-    ModuleState,
-    OwnState,
-    in_rounds,
-    keep,
-)
-from lightning_gc.local_steps.refusals import (
-    HOOKS,
-    OwnSteps,
-    UncountedPasses,
-    innermost,
-    refuse_optimizers,
-    refuse_synchronised_norms,
-    warn_of_one_round,
-)
+from lightning_gc.local_steps import RoundFields, RoundPlan, local_rounds, refusals
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 
@@ -195,9 +178,9 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
     ) -> None:
         owner = type(self).__name__
         if isinstance(optimizer, Compressor) or isinstance(compressor, Optimizer):
-            raise ValueError(
+            refuse(
                 f"{owner}: the order is model, optimizer, compressor; write "
-                f"{owner}(model, optimizer, QSGD(4))."
+                f"{owner}(model, optimizer, QSGD(4))"
             )
         check_timeout(owner, timeout)
         exchanged, of_rounds, unknown = parted(fields, Compression, RoundPlan)
@@ -232,10 +215,12 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         assert self._loop is not None
         return self._loop
 
-    def _keep_rounds(self, rounds: Sequence[LocalRounds]) -> None:
+    def _keep_rounds(self, rounds: Sequence[local_rounds.LocalRounds]) -> None:
         parts = self._setup.checkpoint_parts
-        parts.common[MODULE] = ModuleState(self._module, rounds[0])  # before the rounds' state
-        self._own: list[OwnState] = keep(
+        parts.common[MODULE] = local_rounds.ModuleState(
+            self._module, rounds[0]
+        )  # before the rounds' state
+        self._own: list[local_rounds.OwnState] = local_rounds.keep(
             parts, rounds, self._setup.optimizers, lambda: self._scaler
         )
 
@@ -277,12 +262,12 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         """
         exchange, count = self._elastic, self._count
         if exchange is None:
-            raise ValueError(
+            refuse(
                 f"{self._owner}.until({total}) counts the steps of elastic workers; without "
-                f"elastic=Elastic(...) use range({total})."
+                f"elastic=Elastic(...) use range({total})"
             )
         count.total, count.schedulers = total, schedulers
-        warn_of_one_round(self._owner, total, self.rounds.every)
+        refusals.warn_of_one_round(self._owner, total, self.rounds.every)
         if not count.entered:
             count.steps = exchange.steps
             exchange.enter(self.rounds, count)
@@ -303,7 +288,7 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
 
         def between_exchanges() -> Moment:
             self.rounds.arrive()
-            return in_rounds(moment(), self.rounds.every)
+            return local_rounds.in_rounds(moment(), self.rounds.every)
 
         super().decide(epoch, between_exchanges)
 
@@ -366,7 +351,7 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
         super().load_state_dict(state)
         if not self._own[0].load_optimizers():
             first = state if isinstance(state, Mapping) else state[0]
-            self._own[0].take(first["own"][ROUNDS])
+            self._own[0].take(first["own"][local_rounds.ROUNDS])
             self._own[0].load_optimizers()
         self._heard.changes.forget()
 
@@ -390,7 +375,7 @@ class LocalSteps(AttachedRounds, metaclass=CheckedCalls):
             steps, changed = self.rounds.position, self._heard.changes.warn()
             if self.rounds.apart or self._on_any(bool(changed)):
                 if not self._workers.first.step:
-                    warn_of_one_round(self._owner, steps, self.rounds.length)
+                    refusals.warn_of_one_round(self._owner, steps, self.rounds.length)
                 self.refuse_unsynchronised()
                 self.end_rounds()
         self.close()
@@ -444,11 +429,13 @@ class LoopSteps:
             return rounds.length
 
         fix = f"Call finish(), and make {owner} again with the optimizer that steps"
-        self.own = own = OwnSteps(owner, rounds.names, every, self._before, self._after, fix=fix)
+        self.own = own = refusals.OwnSteps(
+            owner, rounds.names, every, self._before, self._after, fix=fix
+        )
         own.begin([count.optimizer])
         self.changes = changes = OutsideChanges(owner, module, rounds)
         parts = owner, rounds.names, every, lambda: own.inside, changes.look
-        self._passes = UncountedPasses(*parts)
+        self._passes = refusals.UncountedPasses(*parts)
         before, after = ModuleHook(self._passes.before), ModuleHook(self._passes.after)
         loaded = ModuleHook(changes.note_loaded).watch
         self.watching = [
@@ -494,7 +481,7 @@ class LoopSteps:
 
         @wraps(step)
         def counted(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._ended or innermost(optimizer) is not self._count.optimizer:
+            if self._ended or refusals.innermost(optimizer) is not self._count.optimizer:
                 return step(optimizer, *args, **kwargs)
             self._scaling = True
             try:
@@ -516,7 +503,7 @@ class OutsideChanges:
         rounds: of the worker.
     """
 
-    def __init__(self, owner: str, module: nn.Module, rounds: LocalRounds) -> None:
+    def __init__(self, owner: str, module: nn.Module, rounds: local_rounds.LocalRounds) -> None:
         self._owner, self._rounds = owner, rounds
         tables = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
         clipped = [table.weight for table in tables if table.max_norm is not None]
@@ -639,16 +626,16 @@ def _judged(
     place.refuse_module(plan.owner, model)
     if plan.island > 1:
         reshard(model)
-    refuse_synchronised_norms(plan.owner, model)
-    refuse_optimizers(plan.owner, [optimizer])
+    refusals.refuse_synchronised_norms(plan.owner, model)
+    refusals.refuse_optimizers(plan.owner, [optimizer])
     found = _with_hooks(plan.owner, optimizer)
     device = _device_of(plan.owner, model, found)
     if plan.elastic is None:
         _refuse_process_group(plan.owner, device)
     if any(each._module is model for each in LocalSteps._open):
-        raise ValueError(
+        refuse(
             f"{plan.owner}: this model's weights or gradients are exchanged already; close the "
-            f"handle before you make another one."
+            f"handle before you make another one"
         )
     return found
 
@@ -656,21 +643,21 @@ def _judged(
 def _refuse_model(owner: str, model: Any, island: int) -> None:
     """Raise ValueError for a module that exchanges gradients, or is not in one process."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{owner}({type(model).__name__}(...)): give the module that is trained.")
+        refuse(f"{owner}({type(model).__name__}(...)): give the module that is trained")
     for module in model.modules():
         bases = {(base.__module__, base.__name__) for base in type(module).__mro__}
         names = {name for where, name in bases if where.startswith("torch.")}
         if names & _GRADIENTS:
-            raise ValueError(
+            refuse(
                 f"{owner}({type(model).__name__}(...)): {(names & _GRADIENTS).pop()} exchanges "
                 f"gradients in every backward pass. Give the module inside it, such as ddp.module, "
-                f"and train that module."
+                f"and train that module"
             )
         if names & (_SHARDS if island == 1 else {_FSDP}):
-            raise ValueError(
+            refuse(
                 f"{owner}({type(model).__name__}(...)): {(names & _SHARDS).pop()} keeps the "
                 f"weights in shards, so no process has a worker's weights. Give each process the "
-                f"complete model, or shard it by fully_shard among N ranks and give island=N."
+                f"complete model, or shard it by fully_shard among N ranks and give island=N"
             )
 
 
@@ -681,15 +668,15 @@ _SHARDS = {_FSDP, "FSDPModule"}
 
 def _with_hooks(owner: str, optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
-        raise ValueError(
+        refuse(
             f"{owner}(optimizer={type(optimizer).__name__}(...)): give the optimizer that trains "
-            f"the model, one of torch.optim.Optimizer."
+            f"the model, one of torch.optim.Optimizer"
         )
-    found: Optimizer = innermost(optimizer)
-    if HOOKS not in vars(found):
-        raise ValueError(
+    found: Optimizer = refusals.innermost(optimizer)
+    if refusals.HOOKS not in vars(found):
+        refuse(
             f"{owner}(optimizer={type(found).__name__}(...)): torch calls no hooks in its steps, "
-            f"since its __init__ does not call super().__init__(params, defaults); let it do so."
+            f"since its __init__ does not call super().__init__(params, defaults); let it do so"
         )
     return found
 
@@ -705,10 +692,10 @@ def _device_of(owner: str, model: nn.Module, optimizer: Optimizer) -> torch.devi
     for number, group in enumerate(optimizer.param_groups):
         other = next((each for each in group["params"] if each not in own), None)
         if other is not None:
-            raise ValueError(
+            refuse(
                 f"{owner}: parameter group {number} of {type(optimizer).__name__} has a tensor of "
                 f"shape {tuple(other.shape)} that is not a parameter of the model, so it would "
-                f"not be exchanged. Give the model and the optimizer of its parameters."
+                f"not be exchanged. Give the model and the optimizer of its parameters"
             )
     return devices.pop()
 
@@ -716,14 +703,14 @@ def _device_of(owner: str, model: nn.Module, optimizer: Optimizer) -> torch.devi
 def _refuse_process_group(owner: str, device: torch.device) -> None:
     """Raise ValueError unless the default process group can send from ``device``."""
     if not dist.is_initialized():
-        raise ValueError(
+        refuse(
             f"{owner}: no process group exists, so workers cannot exchange weights. Call "
-            f'torch.distributed.init_process_group("gloo") first, and start with torchrun.'
+            f'torch.distributed.init_process_group("gloo") first, and start with torchrun'
         )
     backends = dist.get_backend_config()
     if not any(each.startswith(f"{device.type}:") for each in backends.split(",")):
-        raise ValueError(
+        refuse(
             f"{owner}: the model is on {device}, but the default process group has the backend "
             f"{backends}. Move the model before, or give init_process_group a backend for "
-            f"{device.type}, such as 'cpu:gloo,cuda:nccl'."
+            f"{device.type}, such as 'cpu:gloo,cuda:nccl'"
         )

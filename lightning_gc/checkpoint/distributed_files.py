@@ -24,13 +24,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_gc.checkpoint import side_files
-from lightning_gc.checkpoint.side_files import (
-    AnyHost,
-    in_short,
-    on_all_ranks,
-    reading,
-    told_by_rank_0,
-)
 from lightning_gc.core import COUNT, TEXT, WHOLE, Each, Leaf, Record
 from lightning_gc.core.saved_state import CHECKSUM, check_checksum, with_checksum
 
@@ -44,7 +37,7 @@ _OF_RANK = re.compile(r"__(\d+)_.*")
 _BLOCK = 1 << 20
 
 
-def record_files(host: AnyHost, target: Path, folder: Path) -> None:
+def record_files(host: side_files.AnyHost, target: Path, folder: Path) -> None:
     """Write the checksums of a complete distributed checkpoint's files to ``folder``.
 
     Each rank reads back the files that it has written.
@@ -54,15 +47,16 @@ def record_files(host: AnyHost, target: Path, folder: Path) -> None:
     """
     names = []
     if host.global_rank == 0:
-        names = [path.name for path in sorted(target.iterdir()) if _is_of_checkpoint(path.name)]
-    names = json.loads(told_by_rank_0(host, json.dumps(names)))
+        found_here = sorted(path.name for path in target.iterdir())
+        names = [n for n in found_here if n in (LAST, METADATA) or n.endswith(".distcp")]
+    names = json.loads(side_files.told_by_rank_0(host, json.dumps(names)))
     found: dict[str, str] = {}
 
     def read() -> str:
         return json.dumps({name: _sum_of(target / name) for name in _share(names, host)})
 
     problem = f"could not read back the files of {target}"
-    for text in on_all_ranks(host, problem, read).values():
+    for text in side_files.on_all_ranks(host, problem, read).values():
         found |= json.loads(text)
 
     def write() -> None:
@@ -73,10 +67,10 @@ def record_files(host: AnyHost, target: Path, folder: Path) -> None:
             os.replace(part, folder / _RECORD)
 
     problem = f"could not write {folder / _RECORD}"
-    on_all_ranks(host, problem, write)
+    side_files.on_all_ranks(host, problem, write)
 
 
-def check_files(host: AnyHost, target: Path, *, recorded: bool, safely: bool) -> bool:
+def check_files(host: side_files.AnyHost, target: Path, *, recorded: bool, safely: bool) -> bool:
     """Check a distributed checkpoint before it is loaded; each rank reads some of its files.
 
     Args:
@@ -96,7 +90,9 @@ def check_files(host: AnyHost, target: Path, *, recorded: bool, safely: bool) ->
     unrecorded = False
     if recorded:
         records, without = _records(target)
-        record = _matching(target, records)
+        last = _sum_of(target / LAST) if records and (target / LAST).is_file() else None
+        # The record of the last save has the current checksum of the file that is written last.
+        record = next((files for _, files in records if last and files.get(LAST) == last), None)
         if record is None and records and not without:
             raise ValueError(
                 f"{target / LAST} is missing or is not the file that was saved with "
@@ -138,19 +134,7 @@ def _records(target: Path) -> tuple[list[tuple[Path, dict[str, str]]], bool]:
     return found, without
 
 
-def _matching(target: Path, records: list[tuple[Path, dict[str, str]]]) -> dict[str, str] | None:
-    """Return the record with the current checksum of ``LAST``: it belongs to the last save."""
-    if not records or not (target / LAST).is_file():
-        return None
-    digest = _sum_of(target / LAST)
-    return next((files for _, files in records if files.get(LAST) == digest), None)
-
-
-def _is_of_checkpoint(name: str) -> bool:
-    return name in (LAST, METADATA) or name.endswith(".distcp")
-
-
-def _share(names: Iterable[str], host: AnyHost) -> list[str]:
+def _share(names: Iterable[str], host: side_files.AnyHost) -> list[str]:
     """Return the files that this rank reads: where possible, the ones that it has written."""
 
     def reader(name: str) -> int:
@@ -162,7 +146,7 @@ def _share(names: Iterable[str], host: AnyHost) -> list[str]:
 
 def _sum_of(path: Path) -> str:
     digest = hashlib.sha256()
-    with reading(path), path.open("rb") as file:
+    with side_files.reading(path), path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
@@ -246,29 +230,20 @@ def check_objects(folder: Path) -> None:
     """
     for where in read_metadata(folder):
         try:
-            _load(folder, where)
+            with (folder / where.file).open("rb") as file:
+                file.seek(where.start)
+                data = file.read(where.length)
+            if data[:2] == b"PK":  # torch does not check the sums in its zip format
+                with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                    damaged = archive.testzip()
+                if damaged is not None:
+                    raise ValueError(f"its record {damaged} is damaged")
+            torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
             raise Unread(
                 f"{folder / where.file} has an object at byte {where.start} that cannot be read "
-                f"with weights_only=True ({in_short(error)})"
+                f"with weights_only=True ({side_files.in_short(error)})"
             ) from error
-
-
-def _load(folder: Path, where: Slice) -> Any:
-    with (folder / where.file).open("rb") as file:
-        file.seek(where.start)
-        data = file.read(where.length)
-    _check_sums(data)
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _check_sums(data: bytes) -> None:
-    """Raise ValueError if a record of torch's zip format is damaged; torch does not check them."""
-    if data[:2] == b"PK":
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise ValueError(f"its record {damaged} is damaged")
 
 
 class _Unpickled:
@@ -411,7 +386,10 @@ def _objects(described: Any, folder: Path) -> list[Slice]:
         TEXT.check(key["fqn"], "fqn")
         _WHERE.check(where, key["fqn"])
         found = Slice(where["relative_path"], where["offset"], where["length"])
-        if found.start + found.length > _length(folder / found.file):
+        path = folder / found.file
+        if not path.is_file():
+            raise Unread(f"needs {path}, which is missing")
+        if found.start + found.length > path.stat().st_size:
             raise Unread(
                 f"needs {found.start + found.length} bytes of {found.file}, which has fewer"
             )
@@ -448,9 +426,3 @@ def _check_tensor(about: dict[str, Any], stored: Mapping[Any, Slice]) -> None:
         filled += math.prod(sizes)
     if filled != math.prod(size):
         raise Unread(f"does not have all parts of a tensor of size {size}")
-
-
-def _length(path: Path) -> int:
-    if not path.is_file():
-        raise Unread(f"needs {path}, which is missing")
-    return path.stat().st_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -122,35 +121,43 @@ def load(
         agreed: calls an act on all workers and returns their results, or raises on all.
     """
     workers, states = parts.workers, list[WorkerState]()
-    _refuse_one_for_all(agreed(partial(_whose, given, workers.first.workers)))
+
+    def owner() -> str:
+        """Return the worker and shard of a state; "" for a list, a mean, other numbers."""
+        known = isinstance(given, Mapping) and "mode" not in given
+        if not known or given.get("workers") != workers.first.workers:
+            return ""
+        return f"{given.get('worker')!r} {given.get('shard', '')!r}"
+
+    owners = agreed(owner)
+    if len(owners) > 1 and len({*owners.values()}) == 1 and owners[0]:
+        refuse(
+            f"All {len(owners)} ranks were given the state of worker "
+            f"{owners[0].partition(' ')[0]}. "
+            "If all saved under one name, the others' errors are lost, or mixed with these. Save "
+            "each worker's state under its own name, such as "
+            f"f'compression{{dist.get_rank()}}', {_ZERO}"
+        )
 
     def check() -> str:
         saved, state = checked(given, parts)
         states.append(state)
         return saved
 
-    _refuse_other_saves(agreed(check))
+    saves = agreed(check)
+    first = saves[0].partition(_SHARED)[0]
+    for worker, save in saves.items():
+        own = save.partition(_SHARED)[0]
+        if save != saves[0]:
+            different = f"of {own}, but worker 0 of {first}"
+            if own == first:
+                different = "with other levels, buckets or decisions than worker 0"
+            refuse(
+                f"Worker {worker} has a state {different}; give all workers states that were saved "
+                "together"
+            )
     workers.forget_levels()
     parts.apply(states, device, says=workers.first.worker == 0)
-
-
-def _whose(given: Any, workers: int) -> str:
-    """Return the worker that saved a state, and the shard; "" for a list, a mean, other numbers."""
-    if not isinstance(given, Mapping) or "mode" in given or given.get("workers") != workers:
-        return ""
-    return f"{given.get('worker')!r} {given.get('shard', '')!r}"
-
-
-def _refuse_one_for_all(owners: Mapping[int, str]) -> None:
-    """Raise ValueError if all ranks were given the state of one, or a mix that has its number."""
-    found = set(owners.values())
-    if len(owners) > 1 and len(found) == 1 and "" not in found:
-        worker = found.pop().partition(" ")[0]
-        refuse(
-            f"All {len(owners)} ranks were given the state of worker {worker}. If all saved under "
-            "one name, the others' errors are lost, or mixed with these. Save each worker's state "
-            f"under its own name, such as f'compression{{dist.get_rank()}}', {_ZERO}"
-        )
 
 
 def checked(given: Any, parts: CheckpointParts) -> tuple[str, WorkerState]:
@@ -285,19 +292,3 @@ def _refuse_other_lists(states: Sequence[Tree], parts: CheckpointParts) -> str:
         saves = " and ".join(each.partition(_SHARED)[0] for each in said)
         refuse(f"has a list with states of {saves}; give states that were saved together")
     return said[0]
-
-
-def _refuse_other_saves(saves: Mapping[int, str]) -> None:
-    """Raise ValueError if workers' states, by ``checked``, were not saved together."""
-    first = saves[0].partition(_SHARED)[0]
-    for worker, save in saves.items():
-        own = save.partition(_SHARED)[0]
-        if save == saves[0]:
-            continue
-        different = f"of {own}, but worker 0 of {first}"
-        if own == first:
-            different = "with other levels, buckets or decisions than worker 0"
-        refuse(
-            f"Worker {worker} has a state {different}; give all workers states that were saved "
-            "together"
-        )

@@ -30,16 +30,6 @@ from lightning_gc.checkpoint.distributed_files import (
     check_files,
     record_files,
 )
-from lightning_gc.checkpoint.side_files import (
-    KEY,
-    Host,
-    in_short,
-    on_all_ranks,
-    reading,
-    told_by_rank_0,
-    write_atomically,
-    writing,
-)
 from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
     FILE_NAME,
@@ -99,7 +89,7 @@ class ShardPart(NamedTuple):
     sizes: Shape
 
 
-class ShardedHost(Host):
+class ShardedHost(side_files.Host):
     """Attributes of a Lightning strategy for sharded models that saving and restoring use."""
 
     distributed_form: bool  # a checkpoint is a folder
@@ -130,8 +120,8 @@ def file_of(folder: Path, rank: int, ranks: int) -> Path:
 
 
 @dataclass
-class ShardedSaving:
-    """Save the state of every rank.
+class ShardStore:
+    """Save the state of every rank, and restore it completely or not at all.
 
     The checkpoint gets the shared state under ``"lightning_gc"`` (``MAIN``). Each rank writes its
     own file (``FILE``) with ``"averaged"`` and ``"compressor"``. Its last entry ``"tensors"`` has
@@ -153,17 +143,17 @@ class ShardedSaving:
     def save(self, checkpoint: Tree, path: Any, options: Any, write: Callable[[Any], None]) -> None:
         """Write the error state of a full checkpoint, then the checkpoint by ``write``."""
         host = self.host
-        target = Path(told_by_rank_0(host, os.fspath(path)))
+        target = Path(side_files.told_by_rank_0(host, os.fspath(path)))
 
         def write_named(where: Any) -> None:
-            with writing(target):
+            with side_files.writing(target):
                 write(where)
 
         engines = host.checkpoint_parts.workers.engines
         full = bool(engines) and "optimizer_states" in checkpoint and self.mode != "off"
         if full:
-            checkpoint[KEY] = self._state(target)
-        stem = checkpoint[KEY]["stem"] if full else ""
+            checkpoint[side_files.KEY] = self._state(target)
+        stem = checkpoint[side_files.KEY]["stem"] if full else ""
         if host.distributed_form:
             self._withdraw(target)
             write_named(target)
@@ -171,11 +161,11 @@ class ShardedSaving:
                 record_files(host, target, folder_of(target, stem))
         elif host.global_rank == 0:
             # Other ranks use the path that rank 0 broadcasts.
-            write_atomically(target, write_named, host.checkpoint_io.remove_checkpoint)
+            side_files.write_atomically(target, write_named, host.checkpoint_io.remove_checkpoint)
         else:
             write_named(target)
-        if (full or host.distributed_form) and host.global_rank == 0:
-            remove(target, keep=stem)
+        if full or host.distributed_form:
+            self.remove(target, keep=stem)
 
     def _withdraw(self, target: Path) -> None:
         """Invalidate an old checkpoint of that name before its files are overwritten one by one.
@@ -230,7 +220,7 @@ class ShardedSaving:
             own = {
                 "averaged": on_host(rest),
                 "compressor": on_host(parts.workers.first.state_dict()["compressor"]),
-                "parts": {_key_of(p): _about(p, t, host.shard_parts) for p, t in small.items()},
+                "parts": {json.dumps(p): _about(p, t, host.shard_parts) for p, t in small.items()},
                 "rank": host.global_rank,
                 **{name: main[name] for name in (FILE.key, "run", "stem")},
             }
@@ -239,14 +229,14 @@ class ShardedSaving:
             own = with_checksum(own)
             folder.mkdir(parents=True, exist_ok=True)
             path = file_of(folder, host.global_rank, host.world_size)
-            with writing(path), path.open("wb") as file:
-                torch.save(own | {TENSORS: {_key_of(p): t for p, t in small.items()}}, file)
+            with side_files.writing(path), path.open("wb") as file:
+                torch.save(own | {TENSORS: {json.dumps(p): t for p, t in small.items()}}, file)
                 file.flush()
                 os.fsync(file.fileno())
             return str(own[CHECKSUM])
 
         problem = f"could not write its part of the error state to {folder}"
-        checksums = on_all_ranks(host, problem, act)
+        checksums = side_files.on_all_ranks(host, problem, act)
         return [checksums[rank] for rank in range(host.world_size)]
 
     def _averaged(self) -> Tree:
@@ -267,34 +257,15 @@ class ShardedSaving:
             }
         return {"memory": memory} | self.host.checkpoint_parts.averaged_state()
 
-    def remove(self, path: Any) -> None:
-        """Remove the error state of a checkpoint that has been removed."""
-        if self.host.global_rank == 0:
-            remove(Path(path))
-
-
-def remove(path: Path, keep: str = "") -> None:
-    """Remove the folders of a checkpoint's error state, except the folder ``keep``."""
-    parent = state_folder(path)
-    if not parent.is_dir():
-        return
-    for each in parent.iterdir():
-        if side_files.belongs_to(path, each.name) and each.name != keep:
-            shutil.rmtree(each, ignore_errors=True)
-    side_files.tidy(path)
-
-
-@dataclass(frozen=True)
-class ShardedRestoring:
-    """Restore the state that ``ShardedSaving`` has saved, completely or not at all.
-
-    Args:
-        host: the strategy.
-        off: do not restore; errors begin at zero.
-    """
-
-    host: ShardedHost
-    off: bool
+    def remove(self, path: Any, keep: str = "") -> None:
+        """Remove the folders of a checkpoint's error state, except the folder ``keep``."""
+        parent = state_folder(Path(path))
+        if self.host.global_rank != 0 or not parent.is_dir():
+            return
+        for each in parent.iterdir():
+            if side_files.belongs_to(path, each.name) and each.name != keep:
+                shutil.rmtree(each, ignore_errors=True)
+        side_files.tidy(path)
 
     def load(
         self, path: Any, weights_only: bool | None, fit: bool, load: Callable[[], Tree]
@@ -313,7 +284,7 @@ class ShardedRestoring:
             RuntimeError: on all ranks, if one cannot use its files.
         """
         host = self.host
-        target = Path(told_by_rank_0(host, str(path)))
+        target = Path(side_files.told_by_rank_0(host, str(path)))
         self._check_files(target, weights_only)
         if not fit or not host.checkpoint_parts.workers.engines:
             return load()
@@ -322,12 +293,12 @@ class ShardedRestoring:
             states = self._agreed(main, target)
         loaded = load()
         if main is _UNREAD:
-            main = loaded.get(KEY)
+            main = loaded.get(side_files.KEY)
             states = self._agreed(main, target)
         if states:
             problem, says = f"could not restore the error state of {target}", host.global_rank == 0
             act = partial(host.checkpoint_parts.apply, states, host.root_device, says)
-            on_all_ranks(host, problem, act)
+            side_files.on_all_ranks(host, problem, act)
         else:
             self._say_why_none(main, target)
             host.checkpoint_parts.begin_at_zero(main)
@@ -338,9 +309,9 @@ class ShardedRestoring:
 
         def check() -> str:
             safely = weights_only is not False
-            return str(check_files(self.host, target, recorded=not self.off, safely=safely))
+            return str(check_files(self.host, target, recorded=self.mode != "off", safely=safely))
 
-        unrecorded = on_all_ranks(self.host, self._problem(target), check)
+        unrecorded = side_files.on_all_ranks(self.host, self._problem(target), check)
         if self.host.global_rank == 0 and "True" in unrecorded.values():
             warnings.warn(
                 f"{target} has no checksums of its weights, so file damage is not detected. "
@@ -366,15 +337,15 @@ class ShardedRestoring:
                 if weights_only is False:
                     return "unread"
                 named = re.search(r"GLOBAL (\S+)", str(error))
-                what = f"it names {named[1]}" if named else in_short(error)
+                what = f"it names {named[1]}" if named else side_files.in_short(error)
                 raise ValueError(
                     f"{file} cannot be read with weights_only=True: {what}. If you trust this "
                     f"file, give Trainer.fit(..., weights_only=False)"
                 ) from error
-            main = saved.get(KEY) if isinstance(saved, dict) else None
+            main = saved.get(side_files.KEY) if isinstance(saved, dict) else None
             return ""
 
-        said = on_all_ranks(self.host, self._problem(target), read)
+        said = side_files.on_all_ranks(self.host, self._problem(target), read)
         return _UNREAD if any(said.values()) else main
 
     def _problem(self, target: Path) -> str:
@@ -389,7 +360,8 @@ class ShardedRestoring:
         states: list[WorkerState] = []
 
         def check() -> str:
-            if main is None or self.off or (isinstance(main, dict) and SHARDED not in main):
+            others = isinstance(main, dict) and SHARDED not in main
+            if main is None or self.mode == "off" or others:
                 return ""
             opened = MAIN.opened(main)
             self.host.checkpoint_parts.check_levels(opened)
@@ -404,14 +376,14 @@ class ShardedRestoring:
             f"could not use the error state in {state_folder(target)}; nothing has been restored. "
             f"Move a checkpoint together with that folder, or {self.host.way_out}"
         )
-        saves = on_all_ranks(self.host, problem, check)
+        saves = side_files.on_all_ranks(self.host, problem, check)
         if len(set(saves.values())) > 1:
             raise RuntimeError(f"Ranks have found different checkpoints at {target}.")
         return states
 
     def _say_why_none(self, main: Any, target: Path) -> None:
         """Warn why errors begin at zero."""
-        if self.off or self.host.global_rank != 0:
+        if self.mode == "off" or self.host.global_rank != 0:
             return
         if main is not None and SHARDED not in main:
             warnings.warn(
@@ -438,7 +410,7 @@ class ShardedRestoring:
         states = {}
         for each in sorted(own | holders):
             path = file_of(folder, each, replicas * shards)
-            with reading(path):
+            with side_files.reading(path):
                 file = self._file(main, folder, each)
                 tensors = file.pop(TENSORS, None)
                 if each in holders:
@@ -529,7 +501,7 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = str(error) if isinstance(error, ValueError) else in_short(error)
+        why = str(error) if isinstance(error, ValueError) else side_files.in_short(error)
         raise ValueError(f"{path} cannot be used: {why}") from error
 
 
@@ -544,11 +516,6 @@ def _scaled(sums: Tree, share: float) -> Tree:
 
 
 # ------------------------------------------------------------------------- parts of tensors
-
-
-def _key_of(path: Path_) -> str:
-    """Return a path as text."""
-    return json.dumps(path)
 
 
 def _path_of(key: str) -> Path_:

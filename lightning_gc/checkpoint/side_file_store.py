@@ -14,17 +14,6 @@ import torch
 from torch import Tensor
 
 from lightning_gc.checkpoint import side_files
-from lightning_gc.checkpoint.side_files import (
-    KEY,
-    AnyHost,
-    Host,
-    make_atomic,
-    on_all_ranks,
-    put,
-    together,
-    wraps,
-    writing,
-)
 from lightning_gc.checkpoint.worker_state import (
     CONTROLLER,
     FILE_NAME,
@@ -103,15 +92,20 @@ class KeptFields(TypedDict, total=False):
     state_dtype: Literal["float32", "bfloat16"]
 
 
+class _Unusable(ValueError):
+    """A file cannot be used; the message names the file."""
+
+
 @dataclass
-class Saving:
-    """Save the state of workers in a checkpoint and its side files.
+class SideFileStore:
+    """Save the state of workers in a checkpoint and its side files; restore it, or nothing of it.
 
     The main file gets the shared state under ``"lightning_gc"`` (``MAIN``). In mode ``"full"``
     every worker writes a side file (``SIDE``) with its ``"averaged"``, ``"compressor"`` and, if
     ``CheckpointParts.own`` is not empty, ``"own"``. In mode ``"mean"`` the main file itself gets
     ``"averaged"``, the mean over workers, and ``"compressor"``. The main file holds the checksums
-    of the side files, and is written only after all of them.
+    of the side files, and is written only after all of them. All workers check all files before any
+    worker changes anything.
 
     Args:
         host: the strategy.
@@ -119,7 +113,7 @@ class Saving:
         dtype: dtype of errors in files. In use they are float32.
     """
 
-    host: Host
+    host: side_files.Host
     mode: Literal["full", "mean", "off"]
     dtype: torch.dtype
     _saves: int = 0  # saves in which all workers took part
@@ -128,7 +122,7 @@ class Saving:
 
     def save(self, checkpoint: Tree, path: Any, options: Any, write: Callable[[Any], None]) -> None:
         """Write the side files of a full checkpoint, then the checkpoint by ``write``."""
-        make_atomic(self.host.checkpoint_io)
+        side_files.make_atomic(self.host.checkpoint_io)
         trained_here = bool(self.host.checkpoint_parts.workers.engines)
         wanted = self.mode != "off" and "optimizer_states" in checkpoint
         full = wanted and trained_here
@@ -140,10 +134,10 @@ class Saving:
                 stacklevel=2,
             )
         if full:
-            checkpoint[KEY] = self._state(path, options)
+            checkpoint[side_files.KEY] = self._state(path, options)
         self._publish(checkpoint, path, write)
         if full:
-            self._remove_old_side_files(path, checkpoint[KEY]["stem"])
+            self._remove_old_side_files(path, checkpoint[side_files.KEY]["stem"])
 
     def _state(self, path: Any, options: Any) -> Tree:
         """Return the content of the main file; write these workers' side files."""
@@ -192,31 +186,28 @@ class Saving:
             file = parts.file_of(index)
             target = side_files.path_of(path, main["stem"], file, parts.files)
             acts[file] = partial(self._save_own, index, main, target, options, path)
-        checksums = together(self.host, acts, main["workers"], self.host.is_alone)
+        checksums = side_files.together(self.host, acts, main["workers"], self.host.is_alone)
         return [checksums.get(worker) for worker in range(main["workers"])]
 
     def _save_own(self, index: int, main: Tree, target: str, options: Any, path: Any) -> str:
         """Write one worker's side file and return its checksum; name the failed step in errors."""
-        unsaved = f"so {path} is not written"
-        taking = f"could not read its state, {unsaved}"
-        own = explaining(taking, partial(self._content, index, main))()
-        writing = f"could not write its state to {target}, {unsaved}"
-        return explaining(writing, partial(self._write_side_file, own, target, options))()
+        parts, unsaved = self.host.checkpoint_parts, f"so {path} is not written"
 
-    def _content(self, index: int, main: Tree) -> Tree:
-        """Return the content of one worker's side file."""
-        parts = self.host.checkpoint_parts
-        state = parts.worker_state(main, index)
-        own = {name: main[name] for name in (SIDE.key, "workers", "run", "stem")}
-        own |= state.in_file(self.dtype) | {"worker": parts.file_of(index)}
-        return with_checksum(own)
+        def content() -> Tree:
+            own = {name: main[name] for name in (SIDE.key, "workers", "run", "stem")}
+            own |= parts.worker_state(main, index).in_file(self.dtype)
+            return with_checksum(own | {"worker": parts.file_of(index)})
+
+        own = explaining(f"could not read its state, {unsaved}", content)()
+        problem = f"could not write its state to {target}, {unsaved}"
+        return explaining(problem, partial(self._write_side_file, own, target, options))()
 
     def _write_side_file(self, own: Tree, target: str, options: Any) -> str:
         """Write one worker's side file; return its checksum."""
         io = self.host.checkpoint_io
-        put(target, partial(io.save_checkpoint, own, storage_options=options), io)
+        side_files.put(target, partial(io.save_checkpoint, own, storage_options=options), io)
         if not side_files.exists(target):
-            with writing(target):
+            with side_files.writing(target):
                 io.teardown()  # waits for a CheckpointIO that writes in a thread
         if not side_files.exists(target):
             raise FileNotFoundError(
@@ -233,14 +224,14 @@ class Saving:
             if host.global_rank != 0:
                 write(path)  # does nothing
                 return
-            if KEY in checkpoint:
-                checkpoint[KEY] = with_checksum(checkpoint[KEY])
-            put(path, write, host.checkpoint_io)
+            if side_files.KEY in checkpoint:
+                checkpoint[side_files.KEY] = with_checksum(checkpoint[side_files.KEY])
+            side_files.put(path, write, host.checkpoint_io)
 
         problem = f"could not write {path}; if there was one of that name, it is kept"
         first = parts.file_of() if parts.workers.engines else host.global_rank
         number = parts.files if parts.workers.engines else 0
-        together(host, {first: explaining(problem, act)}, number, host.is_alone)
+        side_files.together(host, {first: explaining(problem, act)}, number, host.is_alone)
 
     def _remove_old_side_files(self, path: Any, stem: str) -> None:
         """Remove side files of older checkpoints that ``path`` has overwritten.
@@ -250,7 +241,7 @@ class Saving:
         """
         stems = self._stems.setdefault(str(path), [])
         stems.append(stem)
-        del stems[: -2 if wraps(self.host.checkpoint_io) else -1]
+        del stems[: -2 if side_files.wraps(self.host.checkpoint_io) else -1]
         # When workers save alone, only worker 0 knows that there is a new checkpoint.
         if self.host.global_rank == 0 or (self.host.local_rank == 0 and not self.host.is_alone):
             side_files.remove(path, keep=stems)
@@ -260,47 +251,30 @@ class Saving:
         if self.host.local_rank == 0:
             side_files.remove(path)
 
-
-class _Unusable(ValueError):
-    """A file cannot be used; the message names the file."""
-
-
-@dataclass(frozen=True)
-class Restoring:
-    """Restore the state that ``Saving`` has saved, completely or not at all.
-
-    All workers check all files before any worker changes anything.
-
-    Args:
-        host: the strategy.
-        off: do not restore; errors begin at zero.
-    """
-
-    host: Host
-    off: bool
-
     def restore(self, checkpoint: Tree, path: Any) -> None:
         """Restore engines, controller and other state from a checkpoint, if there are engines.
 
         Raises:
             RuntimeError: on all workers, if one cannot use its files.
         """
-        parts, main = self.host.checkpoint_parts, checkpoint.get(KEY)
+        parts, main = self.host.checkpoint_parts, checkpoint.get(side_files.KEY)
         if not parts.workers.engines:
             return
-        states = [] if self.off else self._agreed(main, path)
+        states = [] if self.mode == "off" else self._agreed(main, path)
         if states:
             problem = f"could not restore the error state of {path}"
             device, says = self.host.root_device, self.host.global_rank == 0
             self._together(explaining(problem, partial(parts.apply, states, device, says)))
             return
-        if main is None and parts.workers.first.memory.buffers and not self.off:
+        if main is None and parts.workers.first.memory.buffers and self.mode != "off":
             self._log_rank0(f"{path} holds no error state: errors begin at zero.")
         parts.begin_at_zero(main)
 
     def _together(self, act: Callable[[], Any]) -> dict[int, Any]:
         parts = self.host.checkpoint_parts
-        return together(self.host, {parts.file_of(): act}, parts.files, self.host.is_alone)
+        return side_files.together(
+            self.host, {parts.file_of(): act}, parts.files, self.host.is_alone
+        )
 
     def _agreed(self, main: Any, path: Any) -> list[WorkerState]:
         """Return each worker's state; raise on all workers if one fails or its file differs."""
@@ -459,7 +433,7 @@ class FabricCheckpoint:
     """
 
     handles: Mapping[str, Handle]
-    host: AnyHost
+    host: side_files.AnyHost
     mode: Literal["full", "mean", "off"]
 
     def save(
@@ -483,22 +457,22 @@ class FabricCheckpoint:
             target = side_files.path_of(path, stem, self.host.global_rank, workers)
             save = partial(io.save_checkpoint, states, storage_options=storage_options)
             problem = f"could not write its errors to {target}, so {path} is not written"
-            on_all_ranks(self.host, problem, partial(put, target, save, io))
+            side_files.on_all_ranks(self.host, problem, partial(side_files.put, target, save, io))
         main = {FABRIC.key: FABRIC.format, "stem": stem, "workers": workers, "modules": [*states]}
         main = with_checksum(main | {"states": states if mode == "mean" else {}})
 
         def complete(there: Any) -> None:
-            write(there, {**state, KEY: main})
+            write(there, {**state, side_files.KEY: main})
 
         # Workers other than 0 write nothing, but take part in collectives.
         act = (
-            partial(put, path, complete, io)
+            partial(side_files.put, path, complete, io)
             if self.host.global_rank == 0
             else partial(complete, path)
         )
         problem = f"could not write {path}; if there was one of that name, it is kept"
-        on_all_ranks(self.host, problem, act)
-        if self.host.global_rank == 0 and not wraps(io):
+        side_files.on_all_ranks(self.host, problem, act)
+        if self.host.global_rank == 0 and not side_files.wraps(io):
             side_files.remove(path, keep=[stem])
 
     def restore(self, path: Any, left: dict[str, Any]) -> None:
@@ -512,7 +486,7 @@ class FabricCheckpoint:
             RuntimeError: on all workers, if one cannot read its file.
             ValueError: on all workers, if a state does not fit this run.
         """
-        main, off = left.pop(KEY, None), self.mode == "off"
+        main, off = left.pop(side_files.KEY, None), self.mode == "off"
         if not self.handles:
             if main is not None and not off:
                 warnings.warn(
@@ -530,7 +504,7 @@ class FabricCheckpoint:
             return
         found: dict[str, Any] = {}
         read = partial(self._read, path, main, found)
-        on_all_ranks(self.host, f"could not restore the errors of {path}", read)
+        side_files.on_all_ranks(self.host, f"could not restore the errors of {path}", read)
         for name, handle in self.handles.items():
             handle.load_state_dict(found[name])
 

@@ -1,7 +1,7 @@
 """CompressedStrategy and RealWorker: forward Lightning's hooks to an ``Attached``."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -12,74 +12,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gc.attachment.attached import Attached, Setup
-from lightning_gc.checkpoint.side_file_store import Kept, Restoring, Saving
+from lightning_gc.checkpoint.side_file_store import Kept, SideFileStore
 from lightning_gc.checkpoint.worker_state import CheckpointParts
 from lightning_gc.control.control_loop import ControlLoop, Moment
 from lightning_gc.core.bucket import in_memory_order
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.settings import CheckedCalls, parted
 from lightning_gc.engine import Engine
-from lightning_gc.exchange import Compression, WayIn, Workers
+from lightning_gc.exchange import Compression, WayIn, Workers, validation
 from lightning_gc.exchange.compression import Resolved
 from lightning_gc.exchange.peers import Parts
-from lightning_gc.exchange.validation import (
-    ELSEWHERE,
-    check_optimizers,
-    refuse_lazy,
-)
 from lightning_gc.exchange.verification import Verify
 from lightning_gc.exchange.workers import learning_rates_of
 from lightning_gc.flavours import EitherLightning, package_of
 from lightning_gc.lightning import workarounds
-from lightning_gc.lightning.api import StrategyAPI
 from lightning_gc.lightning.progress import metrics_due, moment_of, show
-from lightning_gc.lightning.workarounds import (
-    Joining,
-    PeerNaming,
-    SingleTrainer,
-    note_only,
-    sigterm_exception,
-    unshare,
-    warn_of_blocking_waits,
-)
 from lightning_gc.transports.accounting import Recorder
 from lightning_gc.transports.network_model import NetworkModel
 from lightning_gc.transports.peer_error import PeerError
-
-
-class Resuming(StrategyAPI):
-    """Mixin of strategies (``Host``) that makes runs resume bit for bit."""
-
-    _resumed_from: Any = None
-    _stores: tuple[Any, Any] = Saving, Restoring
-
-    def _keep_state(self, kept: Kept) -> None:
-        """Let checkpoints keep so much of the workers' state."""
-        saving, restoring = self._stores
-        self._saving = saving(self, kept.state, kept.dtype)
-        self._restoring = restoring(self, off=kept.state == "off")
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        """Write the side files of a full checkpoint, then the checkpoint, atomically."""
-        save: Any = super().save_checkpoint
-        write = partial(save, checkpoint, storage_options=storage_options)
-        self._saving.save(checkpoint, filepath, storage_options, write)
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._resumed_from = checkpoint_path
-        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        return loaded
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Restore error state too: this is Lightning's first call after the engine is made."""
-        self._restoring.restore(checkpoint, self._resumed_from)
-        super().load_optimizer_state_dict(checkpoint)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)
-        self._saving.remove(filepath)
 
 
 class Lookahead:
@@ -119,8 +69,8 @@ class Lookahead:
         self._before.clear()
 
 
-class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=CheckedCalls):
-    """Connects the workers of this process to Lightning's hooks. Nothing numerical.
+class CompressedStrategy(workarounds.SingleTrainer, EitherLightning, metaclass=CheckedCalls):
+    """Connects the workers of this process to Lightning's hooks. Nothing numerical. A ``Host``.
 
     Attributes:
         checkpoint_parts: what checkpoints keep of the workers in this process.
@@ -128,7 +78,7 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         verify: what workers compare.
     """
 
-    elsewhere = ELSEWHERE
+    elsewhere = validation.ELSEWHERE
     network: NetworkModel | None = None
     verify: Verify = 0
     _timeout: timedelta | None = None
@@ -138,9 +88,11 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     """Words of messages for this way in; ``owner`` is the class of the object."""
     _kind: type[Workers] = Workers
     """Keeper of the engines of this process."""
-    _of_fit = frozenset({"_attached", "_exchange", "_interface", "_own_steps"})
+    _kind_of_store: Callable[..., Any] = SideFileStore
+    _resumed_from: Any = None
+    _of_fit = frozenset({"_attached", "_exchange", "_own_steps", "_until_teardown"})
     """Attributes with a default, which are left out of a copy."""
-    _lookahead: Lookahead | None = None
+    _lookahead = Lookahead(0.0, {})
     _moment: Callable[[Any, int], Moment] = staticmethod(moment_of)
     """Returns metrics and progress of a Trainer before a batch, for a controller."""
 
@@ -157,7 +109,8 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         self.scheme, self.seed = configuration.scheme, configuration.seed
         self.controller, self.verify = resolved.controller, resolved.verify
         self.checkpoint_parts = CheckpointParts(self._kind(configuration))
-        self._keep_state(Kept(**kept, owner=owner))
+        of_errors = Kept(**kept, owner=owner)
+        self._store = self._kind_of_store(self, of_errors.state, of_errors.dtype)
         super().__init__(**given)
 
     @property
@@ -238,39 +191,30 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         automatic = self.lightning_module.automatic_optimization
         way = "automatic optimization" if automatic else "manual optimization"
         judge("Training loop", memory=self.memory, way=way, optimizers=())
+        bypassed = (
+            "Leave backward passes and steps to the Trainer, or set automatic_optimization = "
+            "False and call self.manual_backward(loss)"
+            if automatic
+            else "Call self.manual_backward(loss) instead of loss.backward(), and the last one "
+            "before a step outside of no_sync()"
+        )
         share = self.memory.lookahead
         self._close()
         self._failed = False
         unused = f"{type(self).__name__}(..., find_unused_parameters=True)"
         setup = Setup(
-            replace(self._way, bypassed=self._bypassed(), unused=unused),
+            replace(self._way, bypassed=bypassed, unused=unused),
             Resolved(self.local_workers.configuration, self.controller, self.verify),
             self.checkpoint_parts,
             self._its_optimizers,
             self.root_device,
             self._scaler(),
             self._timeout,
-            self._common_weights if share else None,
+            (lambda: self._lookahead.common()) if share else None,
         )
         self._attached = make(setup)
         here = {self.local_workers.local(param): name for param, name in self.names.items()}
-        self._lookahead = Lookahead(share, here) if share else None
-
-    def _bypassed(self) -> str:
-        """Return what to do where a step follows no backward pass of the Trainer's."""
-        if self.lightning_module.automatic_optimization:
-            return (
-                "Leave backward passes and steps to the Trainer, or set automatic_optimization = "
-                "False and call self.manual_backward(loss)"
-            )
-        return (
-            "Call self.manual_backward(loss) instead of loss.backward(), and the last one before "
-            "a step outside of no_sync()"
-        )
-
-    def _common_weights(self) -> Iterable[Tensor]:
-        assert self._lookahead is not None
-        return self._lookahead.common()
+        self._lookahead = Lookahead(share, here if share else {})
 
     def _close(self) -> None:
         if self._attached is not None:
@@ -308,26 +252,24 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
     def setup(self, trainer: Any) -> None:
         """Refuse lazy modules in a fit; then as Lightning's."""
         if trainer.state.fn == "fit":
-            refuse_lazy(self.lightning_module)
+            validation.refuse_lazy(self.lightning_module)
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; refuse settings that conflict with the memory."""
         super().setup_optimizers(trainer)
-        self._check_optimizers()
+        if not self._way.rounds:  # there a memory's momentum acts per round, not per step
+            validation.check_optimizers(self.compressor, self.memory, self.optimizers)
 
     def _its_optimizers(self) -> Sequence[torch.optim.Optimizer]:
         found: Sequence[torch.optim.Optimizer] = self.optimizers
         return found
 
-    def _check_optimizers(self) -> None:
-        check_optimizers(self.compressor, self.memory, self.optimizers)
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass, at weights moved ahead if the memory has ``lookahead``."""
         if self._rests():
             return torch.full((), torch.nan, device=self.root_device)
-        if self._lookahead is None:
+        if not self._lookahead.share:
             return super().training_step(*args, **kwargs)
         engine = self._active_engine()
         engine.loss_scaling.settle()
@@ -344,24 +286,43 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._lookahead is not None:
-            self._lookahead.put_back()
+        self._lookahead.put_back()
         if self._attached is not None:
             self._attached.after_pass()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights, restored first if an interruption left them moved ahead."""
-        if self._lookahead is not None:
-            self._lookahead.put_back()
+        self._lookahead.put_back()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 
     def teardown(self) -> None:
         """End; restore weights that an exception in the backward pass has left moved ahead."""
         self._close()
-        if self._lookahead is not None:
-            self._lookahead.put_back()
+        self._lookahead.put_back()
         super().teardown()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write the side files of a full checkpoint, then the checkpoint, atomically."""
+        save: Any = super().save_checkpoint
+        write = partial(save, checkpoint, storage_options=storage_options)
+        self._store.save(checkpoint, filepath, storage_options, write)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._resumed_from = checkpoint_path
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        return loaded
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Restore error state too: this is Lightning's first call after the engine is made."""
+        self._store.restore(checkpoint, self._resumed_from)
+        super().load_optimizer_state_dict(checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        self._store.remove(filepath)
 
     def _rests(self) -> bool:
         """Return whether the running worker skips its batch."""
@@ -375,10 +336,8 @@ class CompressedStrategy(Resuming, SingleTrainer, EitherLightning, metaclass=Che
         return getattr(self.precision_plugin, "scaler", None)
 
 
-class RealWorker(CompressedStrategy, PeerNaming, Joining):
+class RealWorker(CompressedStrategy, workarounds.PeerNaming, workarounds.Joining):
     """Mixin, before a ``DDPStrategy`` of Lightning's, that joins and leaves the other workers."""
-
-    _handle_sigterm_as_lightning: Callable[[], None] | None = None
 
     def setup_distributed(self) -> None:
         """Join the other workers with a timeout of at least a minute, then set the user's."""
@@ -386,9 +345,10 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
             super().setup_distributed()
 
     def setup(self, trainer: Any) -> None:
-        unshare(self.lightning_module)
-        warn_of_blocking_waits(trainer)
-        self._handle_sigterm_as_lightning = note_only(trainer)
+        workarounds.unshare(self.lightning_module)
+        workarounds.warn_of_blocking_waits(trainer)
+        assert self._until_teardown is not None
+        self._until_teardown.callback(workarounds.note_only(trainer))
         super().setup(trainer)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -411,7 +371,7 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
             trainer = self.lightning_module.trainer
             if not trainer.received_sigterm:
                 raise
-            raise sigterm_exception(trainer) from error
+            raise workarounds.sigterm_exception(trainer) from error
 
     @property
     def is_alone(self) -> bool:
@@ -430,9 +390,3 @@ class RealWorker(CompressedStrategy, PeerNaming, Joining):
         super().on_exception(exception)
         self._failed = True
         workarounds.end_children(self._launcher)
-
-    def teardown(self) -> None:
-        if self._handle_sigterm_as_lightning is not None:
-            self._handle_sigterm_as_lightning()
-        self._handle_sigterm_as_lightning = None
-        super().teardown()

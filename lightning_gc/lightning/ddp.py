@@ -104,16 +104,13 @@ class CompressedDDP(RealWorker):
         """Attach to the wrapped module; Lightning registers hooks on CUDA only."""
         ddp = self.model
         assert isinstance(ddp, DistributedDataParallel)
-        self._refuse_static_manual(ddp)
+        automatic = self.lightning_module.automatic_optimization
+        # The first step, which Lightning before 2.6 does not synchronise then.
+        old = not hasattr(self, "_pl_static_graph_delay_done")
+        judge("static_graph", static_graph=ddp.static_graph, automatic=automatic, old=old)
         self._attach(partial(AttachedDDP, ddp))
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         if self._attached is not None and self.lightning_module.automatic_optimization:
             self._attached.before_pass()
         super().pre_backward(closure_loss)
-
-    def _refuse_static_manual(self, ddp: DistributedDataParallel) -> None:
-        automatic = self.lightning_module.automatic_optimization
-        # The first step, which Lightning before 2.6 does not synchronise then.
-        old = not hasattr(self, "_pl_static_graph_delay_done")
-        judge("static_graph", static_graph=ddp.static_graph, automatic=automatic, old=old)

@@ -18,17 +18,13 @@ from lightning_gc.checkpoint.side_file_store import FabricCheckpoint, Kept
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import CheckedCalls, parted, takes_fields
 from lightning_gc.exchange import Compression, Configuration, WayIn
 from lightning_gc.exchange.validation import ELSEWHERE, check_agreement, refuse_lazy
 from lightning_gc.exchange.workers import model_in_words
 from lightning_gc.flavours import FABRICS, EitherLightning, package_of
-from lightning_gc.lightning.arguments import (
-    FabricFields,
-    bucket_size,
-    refuse_other_hooks,
-    refuse_unknown,
-)
+from lightning_gc.lightning import arguments
 from lightning_gc.lightning.workarounds import Joining, PeerNaming, SingleTrainer
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -79,11 +75,13 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         memory: Memory | str | None = None,
         scheme: Scheme | str | None = None,
         controller: Controller | str | None = None,
-        **ddp_kwargs: Unpack[FabricFields],
+        **ddp_kwargs: Unpack[arguments.FabricFields],
     ) -> None:
         owner = type(self).__name__
-        refuse_unknown(type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__)
-        refuse_other_hooks(owner, ddp_kwargs, "Fabric(precision='bf16-mixed')")
+        arguments.refuse_unknown(
+            type(self), compressor, ddp_kwargs, DistributedDataParallel.__init__
+        )
+        arguments.refuse_other_hooks(owner, ddp_kwargs, "Fabric(precision='bf16-mixed')")
         exchanged, kept, others = parted(ddp_kwargs, Compression, Kept)
         self.state = Kept(**kept, owner=owner).state
         self._way = WayIn(
@@ -132,9 +130,9 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
             ValueError: none has been set up, or several have.
         """
         if len(self._attached) != 1:
-            raise ValueError(
+            refuse(
                 f"{len(self._attached)} modules have been set up by this Fabric; call "
-                f"fabric.setup(model, optimizer) first, or take one of strategy.handles."
+                f"fabric.setup(model, optimizer) first, or take one of strategy.handles"
             )
         return self.handles[0]
 
@@ -151,17 +149,21 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         If the module is set up again, these replace the optimizers of the phase before.
         """
         if module in self._attached:
-            self._forget_optimizers_of(module)
+            others = (each for each in self._attached if each is not module)
+            shared = {id(optimizer) for each in others for optimizer in self._optimizers_of(each)}
+            own = {id(optimizer) for optimizer in self._optimizers_of(module)} - shared
+            self._optimizers = [each for each in self._optimizers if id(each) not in own]
         self._know(optimizers)
         return super().setup_module_and_optimizers(module, optimizers, *args, **kwargs)
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module in ``DistributedDataParallel`` and compress what that exchanges."""
-        self._refuse_rates_unknown(module)
+        own, memory = self._optimizers_of(module), self.configuration.memory
+        judge("Training loop", memory=memory, way="Fabric", optimizers=own)
         refuse_lazy(module)
         # DDP broadcasts by the own sizes of each.
         check_agreement({}, Distributed(), self.root_device, model_in_words(module))
-        with bucket_size(self, module, waits=self.configuration.waits(self.world_size)):
+        with arguments.bucket_size(self, module, waits=self.configuration.waits(self.world_size)):
             ddp: DistributedDataParallel = super().setup_module(module)
         before = self._attached.pop(module, None)
         if before is not None:  # set up again, as for another phase of training
@@ -169,7 +171,7 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
         setup = Setup.of_loop(
             self._way,
             self._compression,
-            self._optimizers_of(module),
+            own,
             module,
             scaler=getattr(self.precision, "scaler", None),
             timeout=self._timeout,
@@ -234,17 +236,6 @@ class CompressedFabric(SingleTrainer, PeerNaming, Joining, EitherLightning, meta
             for optimizer in self._optimizers
             if any(p in own for group in optimizer.param_groups for p in group["params"])
         ]
-
-    def _forget_optimizers_of(self, module: nn.Module) -> None:
-        """Forget optimizers that train this module, and none of the other ones."""
-        others = (each for each in self._attached if each is not module)
-        shared = {id(optimizer) for each in others for optimizer in self._optimizers_of(each)}
-        own = {id(optimizer) for optimizer in self._optimizers_of(module)} - shared
-        self._optimizers = [each for each in self._optimizers if id(each) not in own]
-
-    def _refuse_rates_unknown(self, module: nn.Module) -> None:
-        own = self._optimizers_of(module)
-        judge("Training loop", memory=self.configuration.memory, way="Fabric", optimizers=own)
 
     def _handles_in(self, state: Mapping[str, Any]) -> dict[str, Attached]:
         """Return the handles of modules in ``state``, by the modules' names there."""

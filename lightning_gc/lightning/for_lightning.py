@@ -13,11 +13,10 @@ from lightning.pytorch.trainer.connectors.data_connector import _get_distributed
 from lightning.pytorch.utilities.data import _update_dataloader
 
 from lightning_gc.lightning.ddp import CompressedDDP
-from lightning_gc.lightning.fsdp import CompressedFSDP
-from lightning_gc.lightning.hsdp import CompressedHSDP
 from lightning_gc.lightning.local_steps_strategy import RealLocalSteps
 from lightning_gc.lightning.monitor import Monitor
 from lightning_gc.lightning.names import register
+from lightning_gc.lightning.sharded import CompressedFSDP, CompressedHSDP
 from lightning_gc.lightning.simulation.ddp import SimulatedDDP
 from lightning_gc.lightning.simulation.simulated_local_steps import SimulatedLocalSteps
 from lightning_gc.lightning.workarounds import FirstCallback

@@ -7,7 +7,7 @@ Joined with the ``DDPStrategy`` of either package in ``for_pytorch_lightning.py`
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Unpack
 
@@ -17,15 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from lightning_gc.attachment.attached_rounds import (
-    AttachedRounds,
-    Given,
-    Meeting,
-    MeetingPlace,
-    Rendezvous,
-    Shards,
-    place_of,
-)
+from lightning_gc.attachment import attached_rounds
 from lightning_gc.checkpoint.side_file_store import Kept
 from lightning_gc.checkpoint.side_files import KEY
 from lightning_gc.checkpoint.worker_state import CheckpointParts
@@ -33,6 +25,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.control.control_loop import Moment
 from lightning_gc.controllers import Controller
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import parted, takes_fields
 from lightning_gc.elastic.elastic_exchange import ElasticExchange
 from lightning_gc.elastic.roll import Roll
@@ -41,28 +34,17 @@ from lightning_gc.exchange.automatic import WITH_LOCAL_STEPS
 from lightning_gc.exchange.peers import broadcast_all
 from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.exchange.workers import reshard
-from lightning_gc.lightning.arguments import (
-    LocalStepsFields,
-    changed,
-    refuse_unknown,
-    refuse_wrapper_arguments,
-)
+from lightning_gc.lightning import arguments
 from lightning_gc.lightning.base import CompressedStrategy, RealWorker
 from lightning_gc.lightning.progress import steps_of
 from lightning_gc.lightning.workarounds import FirstCallback, broadcast_only, sigterm_exception
-from lightning_gc.local_steps import OuterSGD, RoundPlan
+from lightning_gc.local_steps import OuterSGD, RoundPlan, refusals
 from lightning_gc.local_steps.local_rounds import (
     ROUNDS,
     LocalRounds,
     MeanDrift,
     in_rounds,
     keep,
-)
-from lightning_gc.local_steps.refusals import (
-    OwnSteps,
-    refuse_optimizers,
-    refuse_synchronised_norms,
-    warn_of_one_round,
 )
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
@@ -71,9 +53,6 @@ from lightning_gc.sharded.sharded_workers import replica_mesh
 
 _LIGHTNING = ("pytorch_lightning.", "lightning.")
 """Where hooks are defined that a module does not override."""
-
-
-"""Names, since there are two packages, and versions that lack one."""
 
 
 class LocalHooks(CompressedStrategy):
@@ -88,7 +67,7 @@ class LocalHooks(CompressedStrategy):
     """Rounds of this process's workers, while fitting. Between steps the module is the first's."""
     _first_callback: type[FirstCallback]
     _first: FirstCallback | None = None
-    _own_steps: OwnSteps | None = None
+    _own_steps: refusals.OwnSteps | None = None
     _steps_own = False
     """Whether the Trainer's optimizer step is under way, which counts."""
     _way = replace(CompressedStrategy._way, rounds=True, no_choice=WITH_LOCAL_STEPS)
@@ -99,7 +78,7 @@ class LocalHooks(CompressedStrategy):
         owner = type(self).__name__
         automatic = trainer.lightning_module.automatic_optimization
         judge("LocalSteps and the module", owner, automatic=automatic)
-        refuse_synchronised_norms(owner, module)
+        refusals.refuse_synchronised_norms(owner, module)
         for callback in trainer.callbacks:
             names = {cls.__name__ for cls in type(callback).__mro__}
             judge("LocalSteps and callbacks", owner, names=names, callback=type(callback).__name__)
@@ -117,13 +96,13 @@ class LocalHooks(CompressedStrategy):
     ) -> None:
         owner = type(self).__name__
         if show not in ("common", "local"):
-            raise ValueError(f"{owner}(show={show!r}): use 'common' or 'local'.")
+            refuse(f"{owner}(show={show!r}): use 'common' or 'local'")
         fields, given = parted(given, RoundPlan)
         plan = RoundPlan(owner=owner, outer=outer, **fields)
         self.show, self.plan = show, plan
         super().__init__(compressor, memory, scheme, plan.controller(controller), **given)
         plan.check(self.compressor, self.memory, self.controller)
-        self._keeps_mean, self._keeps_own = self._saving.mode == "mean", self._saving.mode == "full"
+        self._keeps_mean, self._keeps_own = self._store.mode == "mean", self._store.mode == "full"
         self.checkpoint_parts.settings["exchanged"] = "weights"
 
     @property
@@ -134,7 +113,7 @@ class LocalHooks(CompressedStrategy):
     def _keep(self, rounds: Sequence[LocalRounds]) -> None:
         """Begin a fit with these rounds, and let checkpoints keep them."""
         self._all_rounds = rounds
-        self._own_steps = OwnSteps(
+        self._own_steps = refusals.OwnSteps(
             type(self).__name__,
             self.local_workers.names,
             lambda: rounds[0].length * len(rounds),
@@ -158,7 +137,7 @@ class LocalHooks(CompressedStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
-        refuse_optimizers(type(self).__name__, self.optimizers)
+        refusals.refuse_optimizers(type(self).__name__, self.optimizers)
         self._listen()
 
     def _listen(self) -> None:
@@ -356,9 +335,6 @@ class LocalHooks(CompressedStrategy):
         every = self.plan.shortest if self._rounds is None else self._rounds.every
         return in_rounds(super()._moment(trainer, batch), every)
 
-    def _check_optimizers(self) -> None:
-        """No check: a memory's momentum acts per round, an optimizer's per step."""
-
 
 def tokens_of(module: Any, batch: Any) -> int:
     """Return a batch's tokens as ``module.tokens`` counts them; else its first tensor's elements.
@@ -383,7 +359,7 @@ def warn_of_few_rounds(owner: str, compressor: Compressor, steps: int | None, ev
     if steps is None:
         return
     if knob is None or knob.field != "density" or compressor.level is None:
-        warn_of_one_round(owner, steps, every)
+        refusals.warn_of_one_round(owner, steps, every)
         return
     rounds = -(-steps // every)
     if rounds * compressor.level < 1:
@@ -506,31 +482,28 @@ class RealLocalSteps(LocalHooks, RealWorker):
         controller: Controller | str | None = None,
         *,
         show: Literal["common", "local"] = "common",
-        **ddp_kwargs: Unpack[LocalStepsFields],
+        **ddp_kwargs: Unpack[arguments.LocalStepsFields],
     ) -> None:
         owner = "LocalStepsStrategy"
-        given = changed(type(self), ddp_kwargs, DistributedDataParallel.__init__)
+        given = arguments.changed(type(self), ddp_kwargs, DistributedDataParallel.__init__)
         wraps = "island" in given
-        refuse_wrapper_arguments(owner, given, wraps=wraps)
+        arguments.refuse_wrapper_arguments(owner, given, wraps=wraps)
         wrapper = (DistributedDataParallel.__init__,) if wraps else ()
-        refuse_unknown(type(self), compressor, given, *wrapper)
-        self._broadcast_each_batch: Callable[[], None] = _nothing
+        arguments.refuse_unknown(type(self), compressor, given, *wrapper)
         super().__init__(compressor, memory, scheme, controller, show=show, **ddp_kwargs)
         plan = self.plan
-        self._place = place_of(plan)
+        self._place = attached_rounds.place_of(plan)
         self._place.refuse(plan, self._given)
 
     @property
-    def _form(self) -> "WholeModule":
-        """How the module is kept; it may be put in shards after the strategy was made."""
-        if units_of(self.lightning_module):
-            return ShardedModule(self.lightning_module, self.global_rank)
-        return WholeModule()
+    def _in_shards(self) -> bool:
+        """Whether FSDP2 shards the module; that may begin after the strategy was made."""
+        return bool(units_of(self.lightning_module))
 
     @property
-    def _given(self) -> Given:
+    def _given(self) -> attached_rounds.Given:
         configuration = self.local_workers.configuration
-        return Given(configuration, self.controller, self.verify)
+        return attached_rounds.Given(configuration, self.controller, self.verify)
 
     def setup_environment(self) -> None:
         """Join the other ranks; give a module that may be sharded the mesh of its island."""
@@ -542,7 +515,11 @@ class RealLocalSteps(LocalHooks, RealWorker):
             self.lightning_module._device_mesh = replica_mesh(*parts)
 
     def setup(self, trainer: Any) -> None:
-        self._form.refuse_outside_of_fit(type(self).__name__, trainer)
+        if trainer.state.fn != "fit" and self._in_shards:
+            refuse(
+                f"{type(self).__name__}: a module in shards is only trained here. Validate or test "
+                f"it with Trainer(strategy=ModelParallelStrategy())"
+            )
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -550,20 +527,29 @@ class RealLocalSteps(LocalHooks, RealWorker):
         module, plan = self.model, self.plan
         trainer = self.lightning_module.trainer
         self._refuse_trainer(trainer, module)
-        place = self._form.place(plan, self._place)
+        in_shards = self._in_shards
+        place: attached_rounds.MeetingPlace = self._place
+        if in_shards and plan.island > 1:
+            reshard(module)  # else optimizers would have what FSDP2 gathered in an earlier fit
+            place = attached_rounds.Shards(module, plan.island)
         place.refuse(plan, replace(self._given, scaler=self._scaler()))
         place.refuse_module(plan.owner, module)
-        self._form.refuse_state(plan, self._saving.mode)
+        if in_shards:
+            state = self._store.mode
+            judge("Local steps of a sharded module", plan.owner, plan=plan, state=state)
         judge("Elastic Trainer", plan=plan, max_steps=trainer.max_steps)
         if type(self.local_workers) is not place.kind:
             workers = place.kind(self.local_workers.configuration)
             self.checkpoint_parts = CheckpointParts(workers, settings={"exchanged": "weights"})
-        self._attach(lambda setup: AttachedRounds(module, setup, plan, self._keep, place))
-        self._place = place_of(plan)  # a number in a checkpoint is asked for once
+        self._attach(
+            lambda setup: attached_rounds.AttachedRounds(module, setup, plan, self._keep, place)
+        )
+        self._place = attached_rounds.place_of(plan)  # a number in a checkpoint is asked for once
         exchange = self._handle.meeting.exchange
         self._exchange = exchange if isinstance(exchange, ElasticExchange) else None
-        self._broadcast_each_batch = broadcast_only(self._broadcasts, trainer)
-        if plan.island > 1 and self._form.wraps:
+        assert self._until_teardown is not None
+        self._until_teardown.callback(broadcast_only(self._broadcasts, trainer))
+        if plan.island > 1 and not in_shards:
             self._ddp_kwargs["process_group"] = self._handle.meeting.inside
             super().configure_ddp()
 
@@ -576,7 +562,7 @@ class RealLocalSteps(LocalHooks, RealWorker):
         kept = loaded.get(KEY)
         common = kept.get("common") if isinstance(kept, dict) else None
         number = common.get("elastic", {}).get("number") if isinstance(common, dict) else None
-        if isinstance(self._place, Rendezvous) and isinstance(number, int):
+        if isinstance(self._place, attached_rounds.Rendezvous) and isinstance(number, int):
             self._place = replace(self._place, wanted=number)
         return loaded
 
@@ -611,32 +597,58 @@ class RealLocalSteps(LocalHooks, RealWorker):
         return super().figures() | workers
 
     @property
-    def _handle(self) -> AttachedRounds:
-        assert isinstance(self._attached, AttachedRounds)
+    def _handle(self) -> attached_rounds.AttachedRounds:
+        assert isinstance(self._attached, attached_rounds.AttachedRounds)
         return self._attached
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the common weights and buffers, as copies; those in shards complete on rank 0."""
-        return self._form.complete(super().lightning_module_state_dict())
+        state = super().lightning_module_state_dict()
+        shards = {name: each for name, each in state.items() if isinstance(each, DTensor)}
+        if shards and self.lightning_module.trainer.interrupted:
+            raise RuntimeError(
+                "The module is in shards, and other ranks may not take part after an exception, so "
+                "no checkpoint is written. Save within training."
+            )
+        for name, each in shards.items():
+            whole = each.full_tensor()  # one by one: a device may not hold all of them
+            state[name] = whole.cpu()
+            if self.global_rank != 0:
+                del state[name]
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._form.load_weights(super().load_model_state_dict, checkpoint, strict)
+        if not self._in_shards:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            options = StateDictOptions(full_state_dict=True, strict=strict)
+            weights = checkpoint["state_dict"]
+            set_model_state_dict(self.lightning_module, weights, options=options)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        state: dict[str, Any] = self._form.optimizer_state(super().optimizer_state, optimizer)
-        return state
+        """Return an optimizer's state; in shards each rank's side file has its own part."""
+        return {} if self._in_shards else super().optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Restore each worker's own optimizers where they were saved, else worker 0's."""
-        super().load_optimizer_state_dict(self._form.with_optimizers(checkpoint))
+        in_files: dict[str, Any] = {"optimizer_states": []} if self._in_shards else {}
+        super().load_optimizer_state_dict({**checkpoint, **in_files})
 
     def _copy_optimizers(self, checkpoint: Any, worker: int) -> None:
-        self._form.warn_of_new_optimizers()
+        if self._in_shards and self.global_rank == 0:
+            warnings.warn(
+                "The checkpoint has no shards of the optimizers' states, so optimizers begin "
+                "without a state.",
+                stacklevel=2,
+            )
 
     def _start_alike(self) -> None:
         assert self._rounds is not None
+        if self._in_shards:
+            self._handle.meeting.begin(self.lightning_module)
+            return
         buffers = self._rounds.weights.buffers.alike(self.root_device)
-        self._form.share(self._handle.meeting, self.lightning_module, buffers)
+        broadcast_all((*self.lightning_module.parameters(), *buffers))
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make this worker's own step; exchange if a round is over, or the run."""
@@ -654,124 +666,6 @@ class RealLocalSteps(LocalHooks, RealWorker):
         inside = self._ddp_kwargs.pop("process_group", None)
         if inside is not None:
             leave(inside, self._failed)
-        self._broadcast_each_batch()
-        self._broadcast_each_batch = _nothing
-
-
-class WholeModule:
-    """How a module with complete weights is connected, saved and loaded: as Lightning does.
-
-    Attributes:
-        wraps: an island wraps it in ``DistributedDataParallel``.
-    """
-
-    wraps = True
-
-    def refuse_outside_of_fit(self, owner: str, trainer: Any) -> None:
-        """Raise ValueError for validation or a test by itself, if they cannot be run."""
-
-    def refuse_state(self, plan: RoundPlan, mode: str) -> None:
-        """Raise ValueError for checkpoints that would miss a part of the optimizers."""
-
-    def place(self, plan: RoundPlan, among: MeetingPlace) -> MeetingPlace:
-        """Return where workers meet; ``among``: those with complete modules."""
-        return among
-
-    def share(self, meeting: Meeting, module: Any, buffers: Sequence[torch.Tensor]) -> None:
-        """Give all workers the weights and buffers of worker 0."""
-        broadcast_all((*module.parameters(), *buffers))
-
-    def complete(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the module's state as a checkpoint has it."""
-        return state
-
-    def load_weights(
-        self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool
-    ) -> None:
-        """Load the module's weights; ``own`` is Lightning's way."""
-        own(checkpoint, strict)
-
-    def optimizer_state(self, own: Callable[[Any], dict[str, Any]], optimizer: Any) -> Any:
-        """Return an optimizer's state for the checkpoint; ``own`` is Lightning's way."""
-        return own(optimizer)
-
-    def with_optimizers(self, checkpoint: Any) -> Any:
-        """Return a checkpoint with states of optimizers that Lightning can load."""
-        return checkpoint
-
-    def warn_of_new_optimizers(self) -> None:
-        """Warn if optimizers begin without a state: Lightning has loaded worker 0's."""
-
-
-class ShardedModule(WholeModule):
-    """The same for an island's module in shards of FSDP2; each rank's side file has its own part.
-
-    Args:
-        module: that ``fully_shard`` was called on.
-        rank: of this process among all.
-    """
-
-    wraps = False
-
-    def __init__(self, module: Any, rank: int) -> None:
-        self._module, self._rank = module, rank
-
-    def refuse_outside_of_fit(self, owner: str, trainer: Any) -> None:
-        if trainer.state.fn != "fit":
-            raise ValueError(
-                f"{owner}: a module in shards is only trained here. Validate or test it with "
-                f"Trainer(strategy=ModelParallelStrategy())."
-            )
-
-    def refuse_state(self, plan: RoundPlan, mode: str) -> None:
-        judge("Local steps of a sharded module", plan.owner, plan=plan, state=mode)
-
-    def place(self, plan: RoundPlan, among: MeetingPlace) -> MeetingPlace:
-        if plan.island == 1:
-            return among
-        reshard(self._module)  # else optimizers would have what FSDP2 gathered in an earlier fit
-        return Shards(self._module, plan.island)
-
-    def share(self, meeting: Meeting, module: Any, buffers: Sequence[torch.Tensor]) -> None:
-        meeting.begin(module)
-
-    def complete(self, state: dict[str, Any]) -> dict[str, Any]:
-        shards = {name: each for name, each in state.items() if isinstance(each, DTensor)}
-        if shards and self._module.trainer.interrupted:
-            raise RuntimeError(
-                "The module is in shards, and other ranks may not take part after an exception, so "
-                "no checkpoint is written. Save within training."
-            )
-        for name, each in shards.items():
-            whole = each.full_tensor()  # one by one: a device may not hold all of them
-            state[name] = whole.cpu()
-            if self._rank != 0:
-                del state[name]
-        return state
-
-    def load_weights(
-        self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool
-    ) -> None:
-        options = StateDictOptions(full_state_dict=True, strict=strict)
-        set_model_state_dict(self._module, checkpoint["state_dict"], options=options)
-
-    def optimizer_state(self, own: Callable[[Any], dict[str, Any]], optimizer: Any) -> Any:
-        return {}
-
-    def with_optimizers(self, checkpoint: Any) -> Any:
-        return {**checkpoint, "optimizer_states": []}
-
-    def warn_of_new_optimizers(self) -> None:
-        if self._rank == 0:
-            warnings.warn(
-                "The checkpoint has no shards of the optimizers' states, so optimizers begin "
-                "without a state.",
-                stacklevel=2,
-            )
-
-
-def _nothing() -> None:
-    """Undo nothing."""
 
 
 class TrainerLoop:

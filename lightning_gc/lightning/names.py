@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning_gc.compressors import COMPRESSORS, QSGD, BinMeans, ChunkedTopK, Quantised
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import closest
 from lightning_gc.exchange.automatic import AUTO
 from lightning_gc.local_steps import OuterSGD
@@ -121,9 +122,9 @@ class _Answering(dict[str, Any]):
         whole = f"compressed_ddp_{name}"  # such as "qsgd" or "auto_feedback"
         close = whole if whole in self.ours else closest(name, [*self, *self.unlisted])
         if close in self.ours:
-            raise ValueError(
+            refuse(
                 f"There is no strategy {name!r}; did you mean strategy={close!r}? lightning-gc "
-                f"list compressors prints all methods."
+                f"list compressors prints all methods"
             )
 
 

@@ -18,20 +18,26 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_gc.core.notices import waiting
+from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange import JOINING
 from lightning_gc.flavours import package_of, refuse_other_package
 from lightning_gc.lightning.api import StrategyAPI
+from lightning_gc.transports import peer_error
 from lightning_gc.transports.distributed import set_timeout
 from lightning_gc.transports.interfaces import named_interface
-from lightning_gc.transports.peer_error import (
-    awaiting_peers,
-    is_from_backend,
-    naming_peers,
-    peers_in_words,
-)
 
 _LIGHTNING = "what Lightning shares between workers: metrics, decisions, paths of checkpoints"
 _STEP = "a collective of DDP's, of Lightning's or of the module's own"
+
+
+def _naming(method: str, operation: str, during: str) -> Callable[..., Any]:
+    """Return a method of ``PeerNaming`` that calls the next class's."""
+
+    def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+        act = getattr(super(PeerNaming, self), method)
+        return self._named(operation, during, act, *args, **kwargs)
+
+    return named
 
 
 class PeerNaming(StrategyAPI):
@@ -45,47 +51,30 @@ class PeerNaming(StrategyAPI):
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Wait for all workers, as Lightning does around a fit, a validation and a save."""
         until = f"reach Lightning's barrier {name or ''}".strip()
-        with awaiting_peers(until, self.global_rank, self.world_size):
+        with peer_error.awaiting_peers(until, self.global_rank, self.world_size):
             return self._named("barrier", _LIGHTNING, super().barrier, name, *args, **kwargs)
 
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("broadcast", _LIGHTNING, super().broadcast, *args, **kwargs)
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("all-reduce", _LIGHTNING, super().reduce, *args, **kwargs)
-
-    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("all-reduce", _LIGHTNING, super().all_reduce, *args, **kwargs)
-
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named("all-gather", _LIGHTNING, super().all_gather, *args, **kwargs)
-
-    def setup(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "setting up", super().setup, *args, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "a training step", super().training_step, *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "a validation step", super().validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "a test step", super().test_step, *args, **kwargs)
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._named(_STEP, "a backward pass", super().backward, *args, **kwargs)
+    broadcast = _naming("broadcast", "broadcast", _LIGHTNING)
+    reduce = _naming("reduce", "all-reduce", _LIGHTNING)
+    all_reduce = _naming("all_reduce", "all-reduce", _LIGHTNING)
+    all_gather = _naming("all_gather", "all-gather", _LIGHTNING)
+    setup = _naming("setup", _STEP, "setting up")
+    training_step = _naming("training_step", _STEP, "a training step")
+    validation_step = _naming("validation_step", _STEP, "a validation step")
+    test_step = _naming("test_step", _STEP, "a test step")
+    backward = _naming("backward", _STEP, "a backward pass")
 
     def on_exception(self, exception: BaseException) -> None:
         """Explain an error that comes from elsewhere, such as a hook of the module's."""
         super().on_exception(exception)
-        if self.world_size > 1 and is_from_backend(exception):
+        if self.world_size > 1 and peer_error.is_from_backend(exception):
             own = self.global_rank, self.world_size
-            exception.add_note(peers_in_words(exception, _STEP, *own))
+            exception.add_note(peer_error.peers_in_words(exception, _STEP, *own))
 
     def _named(
         self, operation: str, during: str, act: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        with naming_peers(operation, during, self.global_rank, self.world_size):
+        with peer_error.naming_peers(operation, during, self.global_rank, self.world_size):
             return act(*args, **kwargs)
 
 
@@ -146,7 +135,7 @@ def unshare(module: nn.Module) -> None:
 _log = logging.getLogger(__name__)
 
 
-def broadcast_only(when: Callable[[], bool], trainer: Any) -> Callable[[], None]:
+def broadcast_only(when: Callable[[], bool], trainer: Any) -> Callable[[], object]:
     """Let the loop of a Trainer broadcast before those batches only for which ``when`` is true.
 
     ``when`` must be equal on all workers. A worker that gets SIGTERM itself stops as before. Return
@@ -165,7 +154,7 @@ def _broadcast_when(when: Callable[[], bool], broadcast: Callable[[Any], None], 
         broadcast(loop)
 
 
-def note_only(trainer: Any) -> Callable[[], None]:
+def note_only(trainer: Any) -> Callable[[], object]:
     """Let a Trainer's handler of SIGTERM note the signal, and send nothing to other workers.
 
     Lightning 2.6 broadcasts in the handler, wherever the signal interrupts the worker. The other
@@ -192,21 +181,17 @@ def sigterm_exception(trainer: Any) -> SystemExit:
     return found
 
 
-def _replace(owner: Any, name: str, method: Callable[..., None]) -> Callable[[], None]:
+def _replace(owner: Any, name: str, method: Callable[..., None]) -> Callable[[], object]:
     """Replace a method of one object; return what undoes it, once or several times."""
     setattr(owner, name, method)
-    return partial(_undo, owner, name)
-
-
-def _undo(owner: Any, name: str) -> None:
-    with contextlib.suppress(AttributeError):
-        delattr(owner, name)
+    return lambda: vars(owner).pop(name, None)
 
 
 class Joining(StrategyAPI):
     """Mixin, before a strategy of Lightning's, that has ``_timeout``."""
 
-    _interface: contextlib.ExitStack | None = None
+    _until_teardown: contextlib.ExitStack | None = None
+    """What ends with ``teardown``."""
 
     @contextlib.contextmanager
     def _patiently(self) -> Iterator[None]:
@@ -214,7 +199,8 @@ class Joining(StrategyAPI):
 
         Startup takes workers differently long, often longer than a timeout for a silent peer.
         """
-        self._name_interface()
+        self._until_teardown = contextlib.ExitStack()
+        self._name_interface(self._until_teardown)
         timeout = self._timeout
         hurried = timeout is not None and timeout < JOINING
         try:
@@ -226,22 +212,20 @@ class Joining(StrategyAPI):
         if hurried and timeout is not None:
             set_timeout(timeout)
 
-    def _name_interface(self) -> None:
-        """Until ``teardown``, let Gloo use the interface that leads to worker 0."""
+    def _name_interface(self, until: contextlib.ExitStack) -> None:
+        """Let Gloo use the interface that leads to worker 0."""
         on_cpu = self.root_device.type == "cpu"
         if self.num_nodes == 1 or not (on_cpu or "gloo" in (self.process_group_backend or "")):
             return
         # Lightning's own logger: it has a handler. One line for each machine is enough.
         logger = logging.getLogger(package_of(type(self)))
         say = logger.info if self.cluster_environment.local_rank() == 0 else logger.debug
-        self._interface = contextlib.ExitStack()
-        main = self.cluster_environment.main_address
-        self._interface.enter_context(named_interface(main, say))
+        until.enter_context(named_interface(self.cluster_environment.main_address, say))
 
     def teardown(self) -> None:
-        if self._interface is not None:
-            self._interface.close()
-        self._interface = None
+        if self._until_teardown is not None:
+            self._until_teardown.close()
+        self._until_teardown = None
         super().teardown()
 
 
@@ -298,16 +282,14 @@ class SingleTrainer(StrategyAPI):
     def state_key(self) -> str:
         """Refuse to be a callback: a Trainer asks for its key."""
         name = type(self).__name__
-        raise ValueError(
-            f"{name} is a strategy, not a callback; write {self._owner}(strategy={name}(...))."
-        )
+        refuse(f"{name} is a strategy, not a callback; write {self._owner}(strategy={name}(...))")
 
     @property
     def _accelerator(self) -> Any:
         if self._taken:
-            raise ValueError(
+            refuse(
                 f"This {type(self).__name__} already belongs to a {self._owner}, and holds its "
-                f"error state. Make a new one for every {self._owner}."
+                f"error state. Make a new one for every {self._owner}"
             )
         return self.__dict__.get("_accelerator_in_use")
 

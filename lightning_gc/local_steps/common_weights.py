@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from lightning_gc.core import Flow, Gather, Mean, Reply, Request
 from lightning_gc.core.digest import digest
+from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange.workers import local_part, reshard
-from lightning_gc.local_steps.outer_step import OuterSGD
+from lightning_gc.local_steps.round_plan import OuterSGD
 
 
 class Fragment:
@@ -132,14 +133,14 @@ def in_fragments(params: Mapping[str, Tensor], number: int, outer: OuterSGD) -> 
         ValueError: fewer parameters than fragments.
     """
     if not params:
-        raise ValueError(
+        refuse(
             "No parameter of the model is trained, so there is nothing to exchange. Set "
-            "requires_grad=True for some, or use one device."
+            "requires_grad=True for some, or use one device"
         )
     if number > len(params):
-        raise ValueError(
+        refuse(
             f"LocalStepsStrategy(fragments={number}): the model has {len(params)} trained "
-            f"parameters; use fragments={len(params)} or fewer."
+            f"parameters; use fragments={len(params)} or fewer"
         )
     parts: list[dict[str, Tensor]] = [{} for _ in range(number)]
     total, seen, index = sum(p.numel() for p in params.values()), 0, 0
@@ -239,9 +240,9 @@ class CommonWeights:
         odd = [name for name, anchor in anchors if not bool(anchor.isfinite().all())]
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise ValueError(
+            refuse(
                 f"{owner}: the weights that all workers begin with are not finite: {odd[0]}{more}. "
-                f"Every round would be lost; load or initialise them before."
+                f"Every round would be lost; load or initialise them before"
             )
 
     def begin(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:

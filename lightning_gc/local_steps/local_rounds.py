@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from functools import partial, reduce
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +33,14 @@ from lightning_gc.core import (
     Structure,
 )
 from lightning_gc.core.copies import Single
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.saved_state import ERRORS, FLOATS, Tree, average, each_tensor, reduced
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Parts, explaining
 from lightning_gc.exchange.workers import Shapes, local_part, plain_name, reshard
 from lightning_gc.local_steps.common_weights import CommonWeights, Fragment, mean_of
-from lightning_gc.local_steps.inner_moments import Moments
 from lightning_gc.local_steps.round_plan import MIXED, RoundPlan
-from lightning_gc.local_steps.unequal import Clock, Share, Unequal, WallClock
+from lightning_gc.local_steps.unequal import Share, SimulatedClock, Unequal, WallClock
 
 ROUNDS = "local_steps"
 """Name of the state of rounds in checkpoints."""
@@ -111,6 +111,67 @@ class Flight(Single):
     moments: Moments | None = None
     gathered: Tensor | None = None
     astray: bool = False
+
+
+class Moments:
+    """Moments of one worker's optimizers on their way to the mean.
+
+    Args:
+        names: of the moments.
+        params: parameter name -> parameter, equal on all workers.
+        optimizers: this worker's.
+
+    Attributes:
+        flat: all of them, float32 or wider; to be replaced by the mean.
+
+    Raises:
+        ValueError: as for ``InnerMoments``.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Mapping[str, Tensor],
+        optimizers: Iterable[torch.optim.Optimizer],
+    ) -> None:
+        states = [optimizer.state for optimizer in optimizers]
+        self._kept: list[Tensor | None] = []
+        pieces: list[Tensor] = []
+        for name in names:
+            found = [_moment(name, param, states) for param in params.values()]
+            known = {each for state in states for own in state.values() for each in own}
+            if known and all(each is None for each in found):
+                kept = f"they keep {', '.join(sorted(known))}. Name one of these"
+                refuse("InnerMoments", f"no optimizer keeps {name}; {kept}")
+            for (param_name, param), moment in zip(params.items(), found, strict=True):
+                if moment is not None and moment.shape != param.shape:
+                    refuse(
+                        f"InnerMoments: {name} of {param_name} has shape {tuple(moment.shape)}, "
+                        f"not the parameter's {tuple(param.shape)}, so it cannot be averaged; "
+                        f"leave {name} out"
+                    )
+                here = None if moment is None else local_part(moment)
+                self._kept.append(here)
+                pieces.append(torch.zeros_like(local_part(param)) if here is None else here)
+        self._sizes = [piece.numel() for piece in pieces]
+        wide = reduce(torch.promote_types, (p.dtype for p in pieces), torch.float32)
+        self.flat = torch.cat([piece.detach().reshape(-1).to(wide) for piece in pieces])
+
+    def take_over(self) -> None:
+        """Give the optimizers the means, unless one is not finite, which all workers see."""
+        if not bool(self.flat.isfinite().all()):
+            return
+        for moment, mean in zip(self._kept, self.flat.split(self._sizes), strict=True):
+            if moment is not None:
+                moment.copy_(mean.view(moment.shape))
+
+
+_States: TypeAlias = Sequence[Mapping[Tensor, Mapping[str, Any]]]
+
+
+def _moment(name: str, param: Tensor, states: _States) -> Tensor | None:
+    """Return a parameter's moment from the optimizer that has it, or None."""
+    return next((s[param].get(name) for s in states if param in s), None)
 
 
 class FragmentExchange:
@@ -224,7 +285,7 @@ class FragmentExchange:
         for future in flight.arriving:
             future.wait()
         self._exchanger.check()
-        share.clock.land()
+        share.clock.land(share.worker)
         share.go_on(waiting)
         if flight.gathered is not None:
             share.arrived(flight.index, flight.gathered)
@@ -312,10 +373,11 @@ class LocalRounds:
         exchanger: exchanges.
         plan: of the rounds.
         present: the module holds this worker's weights within it, and whenever a method is called.
-        clock: this worker's; None: the real time.
+        clock: of simulated workers; None: the real time.
         parts: sums over the processes of this worker, if each has a part of the parameters.
 
     Attributes:
+        parts: as given.
         names: exchanged parameter -> name.
         weights: the common ones.
         share: this worker's in the rounds.
@@ -348,10 +410,10 @@ class LocalRounds:
         exchanger: Exchanger,
         plan: RoundPlan,
         present: Callable[[], AbstractContextManager[None]] = nullcontext,
-        clock: Clock | None = None,
+        clock: SimulatedClock | None = None,
         parts: Parts = Parts(),  # noqa: B008 - has no state
     ) -> None:
-        self.present, self._parts = present, parts
+        self.present, self.parts = present, parts
         self._engine, self.plan = engine, plan
         self.names = names
         params = {name: param for param, name in names.items()}
@@ -390,11 +452,6 @@ class LocalRounds:
     def apart(self) -> bool:
         """Whether this worker's weights may differ from the common ones."""
         return self.exchange.flight is not None or any(self.since)
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether this process has a part of the worker only."""
-        return self._parts.several
 
     @property
     def every(self) -> int:
@@ -882,7 +939,7 @@ def keep(
         parts.common[ROUNDS].load_common_state(state)
     for each in rounds:
         each.exchange.optimizers = optimizers
-    alone = rounds[0].in_parts and MODULE not in parts.common
+    alone = rounds[0].parts.several and MODULE not in parts.common
     own = [
         OwnState(each, optimizers, scaler, CommonState([each]) if alone else None)
         for each in rounds

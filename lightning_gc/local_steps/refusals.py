@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.saved_state import unsaved
 
 
@@ -37,10 +38,10 @@ def refuse_synchronised_norms(owner: str, module: nn.Module) -> None:
     """Raise ValueError for a layer that communicates in every forward pass."""
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
-            raise ValueError(
+            refuse(
                 f"{name} is SyncBatchNorm, which communicates in every forward pass, and {owner} "
                 f"is there to avoid that; use BatchNorm, without Trainer(sync_batchnorm=True): its "
-                f"running statistics are averaged with each exchange."
+                f"running statistics are averaged with each exchange"
             )
 
 
@@ -83,11 +84,11 @@ def refuse_optimizers(owner: str, optimizers: Iterable[Optimizer]) -> None:
                 found = f"is or holds a {known.pop()}"
                 raise ValueError(_why_refused(owner, optimizer, optimizer, found))
             if isinstance(part, _Averages) and innermost(part) is part:
-                raise ValueError(
+                refuse(
                     f"{type(part).__name__} has train() and eval(), between which it moves the "
                     f"weights to their average, and with {owner} each worker would have "
                     f"another average. Use torch.optim.AdamW with a schedule, or "
-                    f"CompressedDDPStrategy."
+                    f"CompressedDDPStrategy"
                 )
             for name, value in getattr(part, "__dict__", {}).items():
                 kinds = _GROUPS & {cls.__name__ for cls in type(value).__mro__}
@@ -345,10 +346,10 @@ def _refuse_objects(owner: str, optimizers: Iterable[Optimizer]) -> None:
         except Exception:  # of the optimizer's own code; the checkpoint says so, on all workers
             continue
         if found:
-            raise ValueError(
+            refuse(
                 f"{owner}: the state of {type(optimizer).__name__} has {found}, and checkpoints "
                 f"of each worker hold tensors, numbers, texts, lists and dicts only. Keep it "
-                f"outside of the optimizer's state, or as one of these."
+                f"outside of the optimizer's state, or as one of these"
             )
 
 

@@ -1,10 +1,10 @@
-"""RoundPlan: the settings of local steps, declared and checked once; GrowingRounds, Elastic."""
+"""RoundPlan: the settings of local steps, declared and checked once, and those it is made of."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from fsspec.registry import known_implementations, registry
+from torch import Tensor
 
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Budget, Controller
@@ -19,8 +20,6 @@ from lightning_gc.core.combinations import judge
 from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 from lightning_gc.exchange.validation import make_controller
-from lightning_gc.local_steps.inner_moments import InnerMoments
-from lightning_gc.local_steps.outer_step import OuterSGD
 from lightning_gc.local_steps.unequal import Unequal
 from lightning_gc.memories import Memory
 from lightning_gc.transports.interfaces import host_and_port, is_host
@@ -29,6 +28,119 @@ MIXED = 0.5
 """Share of a worker's own weights in ``merge="mix"``."""
 _LONGEST = 1e9
 """Most seconds that a worker can be told to wait; beyond, the system's clocks overflow."""
+
+
+@dataclass(frozen=True)
+class OuterSGD(Settings):
+    """SGD on the common weights θ, with the mean Δ̄ over workers of "θ minus own weights".
+
+    ``v ← μ·v + Δ̄``, then ``θ ← θ − η·v``, or with ``nesterov`` ``θ ← θ − η·(Δ̄ + μ·v)``, as
+    ``torch.optim.SGD`` does. The default, η = 1 and μ = 0, averages the workers' weights (local
+    SGD). Momentum costs one float32 per parameter, the same on all workers.
+
+    Args:
+        lr: η, above 0, constant. Above 1 goes beyond the mean of the weights, below 1 stays behind.
+        momentum: μ, in [0, 1). Higher averages over more rounds; needs hundreds of them.
+        nesterov: Nesterov momentum.
+
+    Raises:
+        ValueError: a value outside these ranges, ``nesterov`` without momentum.
+
+    Example:
+        >>> import torch
+        >>> from lightning_gc import OuterSGD
+        >>> weights = torch.tensor([1.0, 2.0])
+        >>> OuterSGD().step(weights, None, torch.tensor([0.5, -0.5]))
+        >>> weights
+        tensor([0.5000, 2.5000])
+        >>> OuterSGD.diloco()
+        OuterSGD(lr=0.7, momentum=0.9, nesterov=True)
+
+    Reference:
+        Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+        Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    limits = {
+        "lr": "(0, inf) the outer learning rate; 1.0, which averages the workers' weights",
+        "momentum": "[0, 1); 0.9, or 0.0 for none",
+    }
+
+    def __post_init__(self) -> None:
+        if self.nesterov and not self.momentum:
+            refuse(
+                "OuterSGD(nesterov=True) needs momentum; use OuterSGD.diloco(), or nesterov=False"
+            )
+
+    @classmethod
+    def diloco(cls) -> OuterSGD:
+        """Return DiLoCo's settings."""
+        return cls(lr=0.7, momentum=0.9, nesterov=True)
+
+    def step(self, weights: Tensor, velocity: Tensor | None, mean: Tensor) -> None:
+        """Make one step.
+
+        Products are rounded before they are added: whether they are fused depends on a device's
+        instructions, and on an element's place, and all workers must get the same bits.
+
+        Args:
+            weights: θ, changed in place.
+            velocity: v, changed in place; None without momentum.
+            mean: Δ̄, left as it is.
+        """
+        update = mean
+        if velocity is not None:
+            velocity.mul_(self.momentum).add_(mean)
+            update = (velocity * self.momentum).add_(mean) if self.nesterov else velocity
+        weights.sub_(update * self.lr)
+
+
+@dataclass(frozen=True)
+class InnerMoments(Settings):
+    """Average moments of the workers' own optimizers every so many rounds (DES-LOC).
+
+    Round r ends with the mean of the weights, as ever. Where K divides r, it also ends with the
+    mean over workers of a moment: ``u_i ← mean_j u_j``. Second moments change slowly, so they need
+    fewer averages than first ones, and both need fewer than the weights.
+
+    Moments are sent uncompressed: an average costs as many bytes as a round of ``Identity()`` for
+    each moment. A parameter that a worker's optimizer has no state of counts as zero there.
+
+    Args:
+        periods: name of a moment in the optimizers' state -> K, in rounds, at least 1. AdamW has
+            ``exp_avg`` and ``exp_avg_sq``, SGD and Muon have ``momentum_buffer``.
+
+    Raises:
+        ValueError: no moments, or a period below 1; also, when a round ends, a moment that no
+            optimizer keeps, or whose shape is not the parameter's.
+
+    Example:
+        >>> from lightning_gc import InnerMoments
+        >>> moments = InnerMoments({"exp_avg": 2, "exp_avg_sq": 6})
+        >>> [moments.due(ended) for ended in (1, 2, 6)]
+        [(), ('exp_avg',), ('exp_avg', 'exp_avg_sq')]
+
+    Reference:
+        Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training
+        Foundation Models", 2025. There a period is in steps; here it is in rounds of H steps.
+    """
+
+    periods: Mapping[str, int] = field(default_factory=lambda: {"exp_avg": 3, "exp_avg_sq": 6})
+
+    def __post_init__(self) -> None:
+        if not self.periods:
+            refuse("InnerMoments(periods={}): name a moment, such as {'exp_avg': 3}")
+        for name, rounds in self.periods.items():
+            if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+                why = f"the period of {name} must be a number of rounds, 1 or more; use 3"
+                refuse("InnerMoments", why, periods=dict(self.periods))
+
+    def due(self, ended: int) -> tuple[str, ...]:
+        """Return the moments that are averaged at the end of this round, counted from 1."""
+        return tuple(name for name, every in self.periods.items() if ended % every == 0)
 
 
 @dataclass(frozen=True)
@@ -70,13 +182,11 @@ class GrowingRounds(Settings):
     def __post_init__(self) -> None:
         for name, steps in (("base", self.base), ("longest", self.longest)):
             if steps is not None and (not isinstance(steps, int) or steps < 1):
-                raise ValueError(
-                    f"GrowingRounds({name}={steps!r}): give a number of steps, 1 or more."
-                )
+                refuse(f"GrowingRounds({name}={steps!r}): give a number of steps, 1 or more")
         if self.longest is not None and self.longest < self.base:
-            raise ValueError(
+            refuse(
                 f"GrowingRounds(base={self.base}, longest={self.longest}): the longest round has "
-                f"fewer steps than the shortest; exchange the two."
+                f"fewer steps than the shortest; exchange the two"
             )
 
     def length(self, rate: float, before: float | None) -> int:
@@ -163,16 +273,16 @@ class Elastic(Settings):
         scheme, found, _ = str(self.rendezvous).partition("://")
         stores = {*known_implementations, *registry} - {"http", "https"}
         if found and scheme not in stores:
-            raise ValueError(
+            refuse(
                 f"Elastic(rendezvous={self.rendezvous!r}): fsspec cannot write to {scheme}://; "
                 f"give host and port without a scheme, such as '10.0.0.1:29400', a path, or a URL "
-                f"of fsspec, such as 's3://bucket/run'."
+                f"of fsspec, such as 's3://bucket/run'"
             )
         if self.address is not None or self.ports is not None:
-            raise ValueError(
+            refuse(
                 f"Elastic(rendezvous={str(self.rendezvous)!r}, address={self.address!r}, "
                 f"ports={self.ports!r}): nothing listens where workers meet in a folder; leave "
-                f"address and ports out."
+                f"address and ports out"
             )
 
     def __post_init__(self) -> None:
@@ -208,9 +318,9 @@ def check_secret(secret: Any, owner: str) -> None:
     found = "is empty" if isinstance(secret, str) else f"is of type {type(secret).__name__}"
     if isinstance(secret, str) and secret.strip():
         found = "begins or ends with white space; use its strip()"
-    raise ValueError(
+    refuse(
         f"{owner}(secret=...): the secret {found}. Give a long random text, or leave it out if "
-        f"everyone who reaches the port may take part."
+        f"everyone who reaches the port may take part"
     )
 
 
@@ -284,7 +394,7 @@ class RoundPlan:
     """
 
     every: int | GrowingRounds | Budget = 32
-    outer: OuterSGD = OuterSGD()  # noqa: RUF009 - frozen
+    outer: OuterSGD = OuterSGD()
     delay: int = 0
     merge: Literal["rebase", "mix"] = "rebase"
     fragments: int = 1

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -87,9 +87,9 @@ class Unequal(Settings):
     def check_workers(self, owner: str, workers: int) -> None:
         """Raise ValueError unless there is a speed for each worker, if speeds are given."""
         if isinstance(self.pace, tuple) and len(self.pace) != workers:
-            raise ValueError(
+            refuse(
                 f"{owner}(unequal=Unequal(pace={self.pace!r})): these are {len(self.pace)} speeds "
-                f"for {workers} workers; give {workers}, or use pace='measured'."
+                f"for {workers} workers; give {workers}, or use pace='measured'"
             )
 
 
@@ -97,42 +97,12 @@ def check_speeds(owner: str, name: str, speeds: Sequence[Any]) -> None:
     """Raise ValueError unless all speeds are numbers above 0."""
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in speeds)
     if not speeds or not numbers or not all(0 < v < math.inf for v in speeds):
-        raise ValueError(
-            f"{owner}({name}={tuple(speeds)!r}): give a number above 0 for each worker, such as "
-            f"(1.0, 0.5)."
-        )
-
-
-class Clock(Protocol):
-    """Tells a worker's time, and whether the others have gone on without it."""
-
-    def now(self) -> float:
-        """Return seconds; the work that has been done before is over."""
-
-    def step(self) -> None:
-        """Note that this worker has made a step."""
-
-    def depart(self, *, wait: bool) -> bool:
-        """Come to an exchange; return whether it has begun without this worker.
-
-        ``wait``: it does not begin before all are there.
-        """
-
-    def land(self) -> None:
-        """Note that this worker has waited for the exchange."""
-
-    def spare(self) -> float:
-        """Return the seconds that a late worker has until the others end their next round."""
-
-    def times(self) -> list[float]:
-        """Return what a checkpoint keeps, equal on all workers."""
-
-    def resume(self, times: Sequence[float]) -> None:
-        """Resume from ``times()``."""
+        why = "give a number above 0 for each worker, such as (1.0, 0.5)"
+        refuse(owner, why, **{name: tuple(speeds)})
 
 
 class WallClock:
-    """The real time.
+    """The real time of this worker.
 
     Args:
         device: its queued work is waited for.
@@ -141,21 +111,21 @@ class WallClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def now(self) -> float:
+    def now(self, worker: int) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.monotonic()
 
-    def step(self) -> None:
+    def step(self, worker: int) -> None:
         """Do nothing: time has passed."""
 
-    def depart(self, *, wait: bool) -> bool:
+    def depart(self, worker: int, *, wait: bool) -> bool:
         return False
 
-    def land(self) -> None:
+    def land(self, worker: int) -> None:
         """Do nothing: time has passed."""
 
-    def spare(self) -> float:
+    def spare(self, worker: int) -> float:
         return math.inf
 
     def times(self) -> list[float]:
@@ -163,6 +133,87 @@ class WallClock:
 
     def resume(self, times: Sequence[float]) -> None:
         """Do nothing: time has gone on."""
+
+
+class SimulatedClock:
+    """Predicts when each of W workers has made its steps, and when exchanges begin and end.
+
+    A step of worker i takes ``1/speeds[i]`` seconds. An exchange begins when the last worker is
+    ready, or ``grace`` seconds after the first of those that were in time for the one before.
+    Without a delay workers wait for its end.
+
+    Args:
+        speeds: of each worker, in steps per second.
+        grace: seconds; None: wait for all.
+
+    Attributes:
+        reached: by worker, seconds since the beginning.
+        ended: when the last exchange ended, in seconds.
+        late: by worker, whether the last exchange began without it.
+    """
+
+    def __init__(self, speeds: Sequence[float], grace: float | None) -> None:
+        self.speeds, self._grace = tuple(speeds), grace
+        self.reached = [0.0] * len(self.speeds)
+        self.late = [False] * len(self.speeds)
+        self.ended = 0.0
+        self._closed, self._lasted = 0.0, math.inf
+        self._closes: float | None = None  # when the exchange under way begins
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds until the last worker's last step or exchange."""
+        return max(self.reached)
+
+    def now(self, worker: int) -> float:
+        """Return a worker's seconds; the work that it has done before is over."""
+        return self.reached[worker]
+
+    def step(self, worker: int) -> None:
+        """Let a worker make a step."""
+        self.reached[worker] += 1 / self.speeds[worker]
+
+    def depart(self, worker: int, *, wait: bool) -> bool:
+        """Let a worker come to an exchange; return whether it has begun without it.
+
+        All have made their steps before the first one comes. ``wait``: the exchange does not begin
+        before all are there.
+        """
+        if self._closes is None:
+            grace = math.inf if self._grace is None or wait else self._grace
+            pairs = zip(self.reached, self.late, strict=True)
+            first = min(ready for ready, late in pairs if not late)
+            self._closes = min(max(self.reached), first + grace)
+            self._lasted, self._closed = self._closes - self._closed, self._closes
+            self.late = [reached > self._closes for reached in self.reached]
+        return self.late[worker]
+
+    def arrive(self, seconds: float) -> None:
+        """End the exchange; its messages take so many seconds."""
+        if self._closes is not None:
+            self.ended = self._closes + seconds
+            self._closes = None
+
+    def land(self, worker: int) -> None:
+        """Let a worker wait for the exchange's end."""
+        self.reached[worker] = max(self.reached[worker], self.ended)
+
+    def spare(self, worker: int) -> float:
+        """Return the seconds that a late worker has until the others end their next round."""
+        return self._lasted - max(0.0, self.reached[worker] - self.ended)
+
+    def times(self) -> list[float]:
+        """Return what a checkpoint keeps, equal on all workers."""
+        late = map(float, self.late)
+        return [*self.reached, *late, self.ended, self._closed, min(self._lasted, 1e30)]
+
+    def resume(self, times: Sequence[float]) -> None:
+        """Resume from ``times()``."""
+        workers = len(self.reached)
+        if len(times) == 2 * workers + 3:
+            self.reached = list(times[:workers])
+            self.late = [bool(each) for each in times[workers:-3]]
+            self.ended, self._closed, self._lasted = times[-3:]
 
 
 def resting(position: int, steps: int, length: int) -> bool:
@@ -186,10 +237,11 @@ class Share:
         fragments: how many.
         worker: this worker's index.
         workers: W.
-        clock: this worker's.
+        clock: that this worker goes by.
 
     Attributes:
         speeds: of all workers, 1 for the fastest.
+        late: whether the last exchange has not counted this worker's distance, which it keeps.
         most: steps that a late worker may make in this round; None: as many as its speed allows.
         figures: of the last exchange, for the monitor.
     """
@@ -212,7 +264,7 @@ class Share:
         fragments: int,
         worker: int,
         workers: int,
-        clock: Clock,
+        clock: WallClock | SimulatedClock,
     ) -> None:
         self.settings, self.clock = settings, clock
         self.worker, self.workers = worker, workers
@@ -228,11 +280,11 @@ class Share:
             self.speeds = [speed / max(given) for speed in given]
         self.most: int | None = None
         self._steps, self._tokens = [0] * self._fragments, [0] * self._fragments
-        self._timed, self._each, self._late = 0, 0.0, False
+        self._timed, self._each, self.late = 0, 0.0, False
         self._begin_timing()
 
     def _begin_timing(self, spent: float = 0.0) -> None:
-        self._mark = self.clock.now() - spent if self._measures else 0.0
+        self._mark = self.clock.now(self.worker) - spent if self._measures else 0.0
 
     @property
     def _measures(self) -> bool:
@@ -253,7 +305,7 @@ class Share:
         """Count a step that this worker has made."""
         self._steps = [steps + 1 for steps in self._steps]
         self._timed += 1
-        self.clock.step()
+        self.clock.step(self.worker)
 
     def count(self, tokens: int) -> None:
         """Count the tokens of a batch."""
@@ -261,18 +313,18 @@ class Share:
 
     def pause(self) -> float:
         """Return the time; what follows until ``go_on`` is not work."""
-        return self.clock.now() if self._measures else 0.0
+        return self.clock.now(self.worker) if self._measures else 0.0
 
     def go_on(self, paused: float) -> None:
         """Leave out the seconds since ``paused``."""
         if self._measures:
-            self._mark += self.clock.now() - paused
+            self._mark += self.clock.now(self.worker) - paused
 
     def depart(self, *, wait: bool) -> None:
         """Come to an exchange; ``wait``: the others wait for this worker however late it is."""
-        self._late = self.clock.depart(wait=wait)
+        self.late = self.clock.depart(self.worker, wait=wait)
         if self._timed and self._measures:
-            self._each = (self.clock.now() - self._mark) / self._timed
+            self._each = (self.clock.now(self.worker) - self._mark) / self._timed
 
     def contribute(
         self, index: int, distance: Tensor, shapes: Mapping[str, tuple[int, ...]]
@@ -291,8 +343,8 @@ class Share:
         steps, tokens = self._steps[index], self._tokens[index]
         weight = {"equal": 1, "steps": steps, "tokens": tokens}[self.settings.weigh]
         sizes = [math.prod(shape) for shape in shapes.values()]
-        numbers = [0.0 if self._late else weight, steps, self._each]
-        if not self._late:
+        numbers = [0.0 if self.late else weight, steps, self._each]
+        if not self.late:
             self._steps[index] = self._tokens[index] = 0
         own = torch.tensor(numbers, dtype=torch.float32, device=distance.device)
         if self.settings.median_clip:
@@ -343,8 +395,8 @@ class Share:
             if self.settings.pace == "measured":
                 self._follow(pace)
             self.most = None
-            if self._late and self._each:
-                self.most = max(0, math.floor(self.clock.spare() / self._each + 1e-6))
+            if self.late and self._each:
+                self.most = max(0, math.floor(self.clock.spare(self.worker) / self._each + 1e-6))
             self._timed = 0
             self._begin_timing()
 
@@ -356,11 +408,6 @@ class Share:
             now = [1 / each if each > 0 else old for each, old in zip(pace, before, strict=True)]
             self.speeds = [speed / max(now) for speed in now]
 
-    @property
-    def late(self) -> bool:
-        """Whether the last exchange has not counted this worker's distance, which it keeps."""
-        return self._late
-
     def astray(self, gathered: Tensor) -> bool:
         """Return whether the exchange has left this worker out, as its Δ was not finite."""
         own = gathered[self.worker, _OWN:]
@@ -370,7 +417,7 @@ class Share:
         return {"speeds": list(self.speeds), "times": self.clock.times()}
 
     def own_state(self) -> Tree:
-        spent = self.clock.now() - self._mark if self._measures else 0.0
+        spent = self.clock.now(self.worker) - self._mark if self._measures else 0.0
         return {
             "steps": list(self._steps),
             "tokens": list(self._tokens),

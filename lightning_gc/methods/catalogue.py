@@ -11,15 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_gc import controllers
-from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor
-from lightning_gc.compressors.base import (
-    AbsoluteError,
-    Contraction,
-    Knob,
-    Multiple,
-    Unbounded,
-    Variance,
-)
+from lightning_gc.compressors import COMPRESSORS, Codec, Collective, Compressor, base
 from lightning_gc.compressors.sparsifiers.sparse_codec import SparseCodec
 from lightning_gc.controllers import Controller
 from lightning_gc.core import Choice, Field, Range
@@ -29,7 +21,7 @@ from lightning_gc.engine.compatibility import combine, waits_of_step
 from lightning_gc.kernels import dispatch
 from lightning_gc.memories import MEMORIES, Memory
 from lightning_gc.methods import text_table
-from lightning_gc.methods.parameter_space import declared
+from lightning_gc.methods.method import declared
 from lightning_gc.schemes import SCHEMES, Scheme
 from lightning_gc.testing import Lockstep
 
@@ -115,21 +107,21 @@ def wire_bits(compressor: Compressor) -> float:
 def bound(compressor: Compressor, numel: int) -> str:
     """Return the bound on the compression error in a few words."""
     found = compressor.bound(numel)
-    if compressor.traits.exact or found == Contraction(1.0):
+    if compressor.traits.exact or found == base.Contraction(1.0):
         return "no error"
-    if isinstance(found, Contraction):
+    if isinstance(found, base.Contraction):
         text = f"{found.delta:.3g}" if found.delta <= 0.99 else f"1 − {1 - found.delta:.3g}"
         return f"contraction\nδ = {text}"
-    if isinstance(found, Variance):
+    if isinstance(found, base.Variance):
         return f"variance\nω = {found.omega:.3g}"
-    if isinstance(found, Multiple):
+    if isinstance(found, base.Multiple):
         return f"‖error‖² ≤\n{found.omega:.3g}·‖x‖²"
-    if isinstance(found, AbsoluteError):
+    if isinstance(found, base.AbsoluteError):
         other = compressor.bound(4 * numel)
-        if isinstance(other, AbsoluteError) and abs(other.v - 2 * found.v) <= 1e-6 * found.v:
+        if isinstance(other, base.AbsoluteError) and abs(other.v - 2 * found.v) <= 1e-6 * found.v:
             return f"‖error‖ ≤\n{found.v / numel**0.5:.3g}·√d"
         return f"‖error‖ ≤\n{found.v:.3g}"
-    assert isinstance(found, Unbounded), found
+    assert isinstance(found, base.Unbounded), found
     return "none"
 
 
@@ -205,7 +197,7 @@ def waits_entry(name: str, cls: type[Compressor]) -> CatalogueEntry:
     return CatalogueEntry(name, cls, cells)
 
 
-def _knob(knob: Knob) -> str:
+def _knob(knob: base.Knob) -> str:
     sends = "more" if knob.more == "bytes" else "less"
     return f"{knob.field}: {knob.low:g} to {knob.high:g},\nhigher sends {sends}"
 
@@ -343,11 +335,6 @@ def start_text(width: int) -> str:
     return text_table.plain(_START_HEAD, rows, width)
 
 
-def start_markdown() -> str:
-    """Return the table of ``START`` in Markdown."""
-    return text_table.markdown(_START_HEAD, [row[1:] for row in START], _START_HEAD)
-
-
 _COMBINATIONS_HEAD = ("where", "what does not go together")
 
 
@@ -410,7 +397,7 @@ def markdown(family: str) -> str:
     Related values share a cell, so that all columns fit on the screen.
     """
     if family == "start":
-        return start_markdown()
+        return text_table.markdown(_START_HEAD, [row[1:] for row in START], _START_HEAD)
     if family == "combinations":
         rows = [(place, re.sub(r"<(\w+)>", r"*\1*", said)) for place, said in _combinations()]
         return text_table.markdown(_COMBINATIONS_HEAD, rows, _COMBINATIONS_HEAD)
@@ -418,7 +405,8 @@ def markdown(family: str) -> str:
     for entry in FAMILIES[family]():
         cells = {heading: _on_page(text) for heading, text in entry.cells.items()}
         cells.pop("tuned", None)
-        what = " ".join(filter(None, [_on_page(entry.what), _cited(cells.pop("reference", ""))]))
+        reference = cells.pop("reference", "")
+        what = _on_page(entry.what) + (f" *{reference}*" if reference else "")
         if "scheme" in cells:
             cells["memory, scheme"] = f"{cells.pop('memory')},<br>{cells.pop('scheme')}"
         shown = {} if family in _FIGURES else {"what": what}
@@ -427,10 +415,6 @@ def markdown(family: str) -> str:
     columns = list(table[0])
     left = set(columns) - {"bits", "bytes"}
     return text_table.markdown(columns, [list(cells.values()) for cells in table], left)
-
-
-def _cited(reference: str) -> str:
-    return f"*{reference}*" if reference else ""
 
 
 def _on_page(text: str) -> str:

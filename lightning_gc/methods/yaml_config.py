@@ -20,8 +20,7 @@ from lightning_gc.core.registry import did_you_mean
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.memories import Memory
 from lightning_gc.methods.lightning_flavour import pl
-from lightning_gc.methods.method import Method
-from lightning_gc.methods.parameter_space import endpoints, parse_all, suggest
+from lightning_gc.methods.method import Method, endpoints, parse_all, suggest
 from lightning_gc.methods.sections import read_known, read_sections
 from lightning_gc.schemes import Scheme
 

@@ -19,18 +19,9 @@ from optuna.trial import TrialState
 from lightning_gc.core import notices
 from lightning_gc.core.refusal import refuse
 from lightning_gc.methods.method import DENSE, Method
-from lightning_gc.tuning import failure_detector
+from lightning_gc.tuning import failure_detector, final_runs
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.failure_detector import FailureDetector
-from lightning_gc.tuning.final_runs import (
-    RETURNED,
-    TRANSFERRED,
-    TUNED,
-    final_records,
-    finals_running,
-    finals_total,
-    run_finals,
-)
 from lightning_gc.tuning.journal import database_errors, open_storage
 from lightning_gc.tuning.studies import best_trial, open_study
 from lightning_gc.tuning.trial import run_trial
@@ -121,8 +112,8 @@ def workload(
         done += experiment.trials - left
         missing.append((left, took))
         if finals:
-            records = final_records(study, studies[DENSE])
-            planned = finals_total(experiment, method, study, studies[DENSE])
+            records = final_runs.final_records(study, studies[DENSE])
+            planned = final_runs.finals_total(experiment, method, study, studies[DENSE])
             spent = [float(r["seconds"]) for r in records if "seconds" in r]
             whole = [t for t in ended if t.state == TrialState.COMPLETE and t.duration is not None]
             like = spent or [t.duration.total_seconds() for t in whole if t.duration is not None]
@@ -218,7 +209,7 @@ def tune(
                 run(_run_study(experiment, method, study, detector))
             while finals:
                 run(_run_finals(experiment, method, study, studies[DENSE], detector))
-                if not finals_running(experiment, method, study, studies[DENSE]):
+                if not final_runs.finals_running(experiment, method, study, studies[DENSE]):
                     break
                 pause(f"final runs of {study.study_name}")
     return studies
@@ -267,7 +258,7 @@ def _run_finals(
     dense: optuna.Study,
     detector: FailureDetector,
 ) -> Iterator[Event]:
-    records = run_finals(experiment, method, study, dense, detector)
+    records = final_runs.run_finals(experiment, method, study, dense, detector)
     for done, record in enumerate(records, start=1):
         value = record["test"] if record["test"] is not None else record["validation"]
         result = "diverged" if value is None else f"{value:.5g}"
@@ -276,9 +267,9 @@ def _run_finals(
 
 
 _WHICH = {
-    TUNED: "final run",
-    TRANSFERRED: "final run with dense's hyper-parameters",
-    RETURNED: "dense with its hyper-parameters",
+    final_runs.TUNED: "final run",
+    final_runs.TRANSFERRED: "final run with dense's hyper-parameters",
+    final_runs.RETURNED: "dense with its hyper-parameters",
 }
 
 

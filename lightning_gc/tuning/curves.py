@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_gc.lightning.monitor.dashboard import OURS
+from lightning_gc.lightning.monitor.dashboard import OURS, named_hparams
 from lightning_gc.methods.method import DENSE
 from lightning_gc.tuning.final_runs import RETURNED, TUNED, final_records
 from lightning_gc.tuning.report import file_name
@@ -44,17 +44,22 @@ def write_curves(experiment: str, studies: Studies, out: str | Path) -> list[Pat
     }
     if not runs:
         return []
+    from torch.utils.tensorboard import summary
+
     rows = [settings for settings, *_ in runs.values()]
     names, rules = differing(rows), rules_of(studies)
     columns = {name: f"{place:02d} {name}" for place, name in enumerate(names)}
     known = {columns[n]: next(row[n] for row in rows if n in row) for n in names}
     metrics = filter(None, (rules["metric"], _test_tag(rules), *_OURS))
-    _write(root / FILE, [(0, _columns(known, metrics))])
+    named = {tag: tag.removeprefix(OURS) for tag in metrics}
+    # TensorBoard sorts hyper-parameters by name, and shows another one: without the number.
+    columns_of_page, _, _ = named_hparams(known, named, lambda name: name.partition(" ")[2])
+    _write(root / FILE, [(0, columns_of_page)])
     for path, (settings, curves, totals) in runs.items():
         shown = {columns[name]: settings[name] for name in names if name in settings}
-        records = [(0, record) for record in _session(shown)]
+        records = [(0, record) for record in summary.hparams(shown, {})[1:]]
         for name, values in {**curves, **{name: [value] for name, value in totals.items()}}.items():
-            records += [(i, _scalar(name, v)) for i, v in enumerate(values) if v is not None]
+            records += [(i, summary.scalar(name, v)) for i, v in enumerate(values) if v is not None]
         _write(path, records)
     return [root / FILE, *runs]
 
@@ -101,39 +106,6 @@ def differing(rows: list[Row]) -> list[str]:
     names = dict.fromkeys(name for row in rows for name in row)
     found = [name for name in names if len({repr(row.get(name)) for row in rows}) > 1]
     return sorted(found, key=lambda name: not is_rate(name))
-
-
-def _columns(known: Row, metrics: Iterable[str]) -> Any:
-    """Return the record that declares the columns of the page HPARAMS.
-
-    TensorBoard sorts hyper-parameters by name, and shows another one: that without the number.
-    """
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-    from torch.utils.tensorboard.summary import hparams
-
-    record = hparams(known, dict.fromkeys(metrics, 0))[0]
-    plugin = record.value[0].metadata.plugin_data
-    content = HParamsPluginData.FromString(plugin.content)
-    for info in content.experiment.hparam_infos:
-        info.display_name = info.name.partition(" ")[2]
-    for info in content.experiment.metric_infos:
-        info.display_name = info.name.tag.removeprefix(OURS)
-    plugin.content = content.SerializeToString()
-    return record
-
-
-def _session(settings: Row) -> tuple[Any, Any]:
-    """Return the two records that give a run its row."""
-    from torch.utils.tensorboard.summary import hparams
-
-    _, begin, end = hparams(settings, {})
-    return begin, end
-
-
-def _scalar(name: str, value: float) -> Any:
-    from torch.utils.tensorboard.summary import scalar
-
-    return scalar(name, value)
 
 
 def _write(path: Path, records: Iterable[tuple[int, Any]]) -> None:

@@ -14,8 +14,7 @@ from lightning_gc.core.combinations import judge
 from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import Settings
 from lightning_gc.methods import yaml_config
-from lightning_gc.methods.method import DENSE, Method, check_budget
-from lightning_gc.methods.parameter_space import parse_all
+from lightning_gc.methods.method import DENSE, Method, check_budget, parse_all
 from lightning_gc.transports.network_model import NetworkModel
 
 Build = Callable[[optuna.trial.BaseTrial], Sequence[Any]]

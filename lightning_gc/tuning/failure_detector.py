@@ -49,17 +49,13 @@ class FailureDetector:
             ended = _has_ended(worker["pid"], worker["born"])
             if ended is not None:
                 return ended
-        return self._silence(work, worker.get("beat")) > LEASE
-
-    def _silence(self, work: Hashable, beat: Any) -> float:
-        """Return the seconds for which the beat has not changed."""
-        now = self._clock()
+        now, beat = self._clock(), worker.get("beat")
         last, looked, silence = self._seen.get(work, (beat, now, 0.0))
         # A long pause between two looks counts as one missed beat: this process, or the storage
         # that both need, may have hung as well.
         silence = silence + min(now - looked, HEARTBEAT) if beat == last else 0.0
         self._seen[work] = beat, now, silence
-        return silence
+        return silence > LEASE
 
 
 @contextlib.contextmanager

@@ -14,8 +14,7 @@ from typing import Any
 
 import optuna
 
-from lightning_gc.methods.method import DENSE, Method
-from lightning_gc.methods.parameter_space import PREFIXES
+from lightning_gc.methods.method import DENSE, PREFIXES, Method
 from lightning_gc.tuning.early_stopping import EarlyStopping, MissingMetric
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.failure_detector import FailureDetector, has_room, heartbeat, owner

@@ -471,33 +471,22 @@ def plots(studies: Studies, tables: dict[str, ReportTable]) -> dict[str, bytes]:
     metric = rules_of(studies)["metric"]
     found: dict[str, bytes] = {}
 
-    def draw(name: str, table: str, how: Callable[..., None], **settings: Any) -> None:
-        if rows := tables[table].rows:
+    def draw(name: str, how: Callable[..., None], table: str = "", **settings: Any) -> None:
+        if rows := tables[table or name].rows:
             found[name] = _svg(how, rows, **settings)
 
-    ratio = sizes_of(studies)[0]
-    draw("metric_against_ratio", "metric_against_ratio", _scatter, metric=metric, ratio=ratio)
-    draw("transfer", "results", _transfer)
+    draw("metric_against_ratio", _scatter, metric=metric, ratio=sizes_of(studies)[0])
+    draw("transfer", _transfer, table="results")
     tuned = tables["tuned_parameters"].rows
     for parameter in sorted({row["parameter"] for row in tuned}):
         chosen = [row for row in tuned if row["parameter"] == parameter]
         if all(isinstance(row["value"], int | float) for row in chosen):
-            log = is_log(studies, parameter)
-            found[f"tuned_{parameter}"] = _svg(
-                _spreads, chosen, column="value", label=parameter, log=log
-            )
-    draw(
-        "cpu_seconds", "cpu_seconds", _spreads, column="cpu_seconds", label="CPU seconds per epoch"
-    )
-    draw("convergence", "convergence", _curves, metric=metric)
-    draw(
-        "epochs_to_converge",
-        "epochs_to_converge",
-        _spreads,
-        column="best_epoch",
-        label="best epoch",
-    )
-    draw("importance", "importance", _bars)
+            shown = {"column": "value", "label": parameter, "log": is_log(studies, parameter)}
+            found[f"tuned_{parameter}"] = _svg(_spreads, chosen, **shown)
+    draw("cpu_seconds", _spreads, column="cpu_seconds", label="CPU seconds per epoch")
+    draw("convergence", _curves, metric=metric)
+    draw("epochs_to_converge", _spreads, column="best_epoch", label="best epoch")
+    draw("importance", _bars)
     return found
 
 

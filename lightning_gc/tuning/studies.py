@@ -15,8 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import given_fields, path_of
-from lightning_gc.methods.method import Method
-from lightning_gc.methods.parameter_space import PREFIXES, as_json
+from lightning_gc.methods.method import PREFIXES, Method, as_json
 from lightning_gc.tuning.experiment import Experiment
 from lightning_gc.tuning.failure_detector import counts
 

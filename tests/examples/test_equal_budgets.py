@@ -13,7 +13,7 @@ import pytest
 from lightning_gc import COMPRESSORS, PerParameter
 from lightning_gc.engine.compatibility import combine
 from lightning_gc.memories import MEMORIES
-from lightning_gc.methods.parameter_space import declared
+from lightning_gc.methods.method import declared
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 

@@ -6,13 +6,16 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from lightning_gc import AllGather, ErrorFeedback, HardThreshold, TopK
 from lightning_gc.compressors.wrappers.per_parameter import layerwise
 from lightning_gc.engine import Engine
+from lightning_gc.methods import plot_style
 from lightning_gc.testing import Lockstep
 from lightning_gc.transports import Simulated
 
@@ -305,3 +308,18 @@ def test_a_rate_is_chosen_with_the_first_seed_and_used_by_the_others(monkeypatch
     assert [row["seed"] for row in chosen["b"]] == [0, 1, 2]
     assert chosen["c"] == []
     assert [tuned_rate.is_edge(chosen[arm][0], rates) for arm in "ab"] == [False, True]
+
+
+def test_points_are_named_without_overlap() -> None:
+    places: list[Any] = []
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        axes.set(xlim=(0, 1), ylim=(0, 1))
+        frame.label_points(axes, [(0.5, 0.5, "one"), (0.5, 0.51, "two"), (0.5, 0.52, "")])
+        figure.draw_without_rendering()
+        places.extend(text.get_window_extent() for text in axes.texts)
+
+    plot_style.svg(draw, "tried")
+    one, two = places
+    assert not one.overlaps(two)

@@ -35,7 +35,7 @@ def test_volumes_are_what_the_transport_counts(compressor, scheme: Scheme) -> No
         assert len(each.seconds) == len(each.asked) + 1
         assert all(second > 0 for second in each.seconds)
     found = pattern(traces)
-    assert abs(found.volume_error) < 0.05
+    assert abs(scaling.errors(traces)[0]) < 0.05
     assert found.at(5).nbytes == pytest.approx(
         trace(compressor, scheme, SHAPES, 5, 1).sent, rel=0.05
     )
@@ -58,9 +58,9 @@ def made(workers: int) -> Trace:
 
 
 def test_a_pattern_goes_on() -> None:
-    found = pattern([made(workers) for workers in (2, 4, 8, 16)])
-    assert found.volume_error == pytest.approx(0, abs=1e-6)
-    assert found.seconds_error == pytest.approx(0, abs=1e-6)
+    traces = [made(workers) for workers in (2, 4, 8, 16)]
+    assert scaling.errors(traces) == pytest.approx((0, 0), abs=1e-6)
+    found = pattern(traces)
     far, true = found.at(1024), made(1024)
     assert far.seconds == pytest.approx(true.seconds, abs=1e-6)
     assert [a.nbytes for a in far.asked] == pytest.approx([a.nbytes for a in true.asked])

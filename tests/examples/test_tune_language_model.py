@@ -20,7 +20,7 @@ from lightning_gc.methods import yaml_config
 from lightning_gc.tuning import Method
 from lightning_gc.tuning.early_stopping import EarlyStopping
 from lightning_gc.tuning.experiment import load_experiment
-from lightning_gc.tuning.training_run import fit
+from lightning_gc.tuning.trial import fit
 from tests.support.fitting import unwarned
 from tests.support.texts import write
 

@@ -116,7 +116,7 @@ class Overwrites(pl.Callback):
             raise ConnectionError("killed")
 
         with pytest.raises(ConnectionError):
-            trainer.strategy._saving.save(checkpoint, self.path, None, fail)
+            trainer.strategy._store.save(checkpoint, self.path, None, fail)
         dist.barrier()
         self._look()
         trainer.save_checkpoint(self.path, weights_only=True)

@@ -18,8 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 from lightning_gc import CompressionMonitor, TopK
 from lightning_gc.tuning import Method, failure_detector, open_storage
 from lightning_gc.tuning.failure_detector import begin_trial, counts
-from lightning_gc.tuning.training_run import TrialCallback
-from lightning_gc.tuning.trial import SubprocessError, fit_in_subprocess
+from lightning_gc.tuning.trial import SubprocessError, TrialCallback, fit_in_subprocess
 from tests.support.fitting import ddp, fit
 from tests.support.processes import hold_port, preloaded, run_in_processes
 from tests.support.tuning import Bowl, Data, compare, experiment, steep, work

@@ -74,7 +74,7 @@ class Slow(Counting):
     def on_train_start(self) -> None:
         strategy: Any = self.trainer.strategy
         share = strategy._rounds.share
-        share.clock.now = lambda: float(len(self.seen)) * (1 + self.global_rank)
+        share.clock.now = lambda worker: float(len(self.seen)) * (1 + self.global_rank)
         share.restart()
 
 

@@ -133,8 +133,8 @@ def test_a_decision_enters_few_files(walk: Walk, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ControlLoop, "decide", walk.through(ControlLoop.decide))
     with unwarned():
         trainer(2).fit(Plain(), common_batches())
-    assert len(walk.files) <= 20, sorted(walk.files)
-    assert walk.calls <= 1600
+    assert len(walk.files) <= 18, sorted(walk.files)
+    assert walk.calls <= 1530
 
 
 def test_a_restored_checkpoint_enters_few_files(
@@ -152,8 +152,8 @@ def test_a_restored_checkpoint_enters_few_files(
         monkeypatch.setattr(_CheckpointConnector, name, walk.through(before))
     with unwarned():
         trainer(2).fit(Plain(), common_batches(), ckpt_path=path)
-    assert len(walk.files) <= 22, sorted(walk.files)
-    assert walk.calls <= 2200
+    assert len(walk.files) <= 19, sorted(walk.files)
+    assert walk.calls <= 2170
 
 
 def imports_of() -> dict[str, set[str]]:

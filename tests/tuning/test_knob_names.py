@@ -12,7 +12,7 @@ from lightning_gc import QSGD, Induced, Quantised, Rotated, SizeSwitch, TopK
 from lightning_gc.compressors import Choice, Codec, Compressor, Knob, Range
 from lightning_gc.compressors.base import Traits
 from lightning_gc.compressors.wrappers.wrapper import Preset
-from lightning_gc.methods.parameter_space import declared, traits_of
+from lightning_gc.methods.method import declared, traits_of
 from lightning_gc.tuning import Method
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_gc import Together
-from lightning_gc.methods.parameter_space import parse_all
+from lightning_gc.methods.method import parse_all
 from lightning_gc.tuning import Method, RoundPlan, trial
 from lightning_gc.tuning.early_stopping import EarlyStopping
 from tests.support.tuning import Data, Denser, bowl, compare, denser, experiment

@@ -28,7 +28,7 @@ from lightning_gc import (
 )
 from lightning_gc.compressors import Choice, Codec, Knob, Range
 from lightning_gc.compressors.base import Traits
-from lightning_gc.methods.parameter_space import as_json, declared, parse, parse_all, traits_of
+from lightning_gc.methods.method import as_json, declared, parse, parse_all, traits_of
 from lightning_gc.tuning import Method, RoundPlan
 from tests.support.processes import run_in_processes
 

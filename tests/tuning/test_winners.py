@@ -14,7 +14,7 @@ from lightning_gc.tuning import Method, final_runs
 from lightning_gc.tuning.failure_detector import FailureDetector
 from lightning_gc.tuning.final_runs import TUNED, run_finals
 from lightning_gc.tuning.studies import best_trial
-from lightning_gc.tuning.training_run import fit
+from lightning_gc.tuning.trial import fit
 from tests.support.fitting import unwarned
 from tests.support.tuning import Bowl, Data, experiment
 

@@ -1,7 +1,6 @@
 """Colours of plots can be told from the page and from each other, on light and on dark pages."""
 
 import re
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -62,18 +61,3 @@ def test_labels_of_a_logarithmic_axis_are_words_of_one_size() -> None:
     text = picture()
     assert {"1", "1k", "1M"} <= set(re.findall(r"<text [^>]*>([^<]*)</text>", text))
     assert set(re.findall(r"font(?:-size)?: ([\d.]+)px", text)) == {"10"}
-
-
-def test_points_are_named_without_overlap() -> None:
-    places: list[Any] = []
-
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        axes.set(xlim=(0, 1), ylim=(0, 1))
-        plot_style.label_points(axes, [(0.5, 0.5, "one"), (0.5, 0.51, "two"), (0.5, 0.52, "")])
-        figure.draw_without_rendering()
-        places.extend(text.get_window_extent() for text in axes.texts)
-
-    plot_style.svg(draw, "tried")
-    one, two = places
-    assert not one.overlaps(two)

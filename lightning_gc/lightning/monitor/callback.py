@@ -17,23 +17,17 @@ import torch
 
 from lightning_gc.control.probes import StepClock
 from lightning_gc.controllers import Decision
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import CheckedCalls
 from lightning_gc.engine import Engine
 from lightning_gc.flavours import EitherLightning, package_of
+from lightning_gc.lightning.monitor import totals
 from lightning_gc.lightning.monitor.dashboard import (
     EPOCH,
     PREFIX,
     Dashboard,
     configuration,
     is_tensorboard,
-)
-from lightning_gc.lightning.monitor.totals import (
-    Sums,
-    Totals,
-    more_than_plain,
-    ratio,
-    shares,
-    summary,
 )
 from lightning_gc.transports.accounting import KEPT, Recorder
 
@@ -146,7 +140,7 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
     def __init__(self) -> None:
         super().__init__()
         self._joined = False
-        self._sums = [Sums()]  # one per worker of this process
+        self._sums = [totals.Sums()]  # one per worker of this process
         self._rounds = 0
         self._index = 0
         self._logged = -1
@@ -166,19 +160,19 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         """Start at zero with a new trainer; what a checkpoint holds is loaded after this."""
         self._joined = True
         if sum(isinstance(each, Monitor) for each in trainer.callbacks) > 1:
-            raise ValueError(
+            refuse(
                 "Trainer(callbacks=...) has two CompressionMonitors, but one watches all workers "
-                "and writes to every logger; give one."
+                "and writes to every logger; give one"
             )
         if stage == "fit" and trainer.global_step == 0:
-            self._sums, self._judged = [Sums()], False
+            self._sums, self._judged = [totals.Sums()], False
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Check the strategy; log the configuration."""
         engines, _ = parts(trainer)
         first = self._sums[0]
         # Lightning loads a checkpoint's totals before the number of workers is known.
-        self._sums += [Sums(replace(first.total)) for _ in engines[len(self._sums) :]]
+        self._sums += [totals.Sums(replace(first.total)) for _ in engines[len(self._sums) :]]
         trainer.strategy.checkpoint_parts.kept["monitor"] = self._sums
         if not trainer.loggers and trainer.is_global_zero:
             warnings.warn(
@@ -212,7 +206,7 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         # Not at the epoch's end: Lightning leaves that out after a resume from its last batch.
         if batch_idx == 0:
             for sums in self._sums:
-                sums.epoch = Totals()
+                sums.epoch = totals.Totals()
         # Lightning's x axis for logging: optimizer steps, with one or several optimizers.
         self._index = trainer.fit_loop.epoch_loop._batches_that_stepped
         self._clock.see(self._index, trainer.current_epoch)
@@ -257,7 +251,7 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
             total, network = self._sums[0].total, trainer.strategy.network
             figures = step.averages(engine.workers, network)
             # One step's seconds vary too much for a share.
-            figures |= shares(total.since(self._before).averages(engine.workers, network))
+            figures |= totals.shares(total.since(self._before).averages(engine.workers, network))
             self._before = replace(total)
             figures |= levels_of(trainer.strategy) | trainer.strategy.figures()
             figures = {PREFIX + name: value for name, value in figures.items()}
@@ -270,13 +264,17 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
         self._take_time()
         packed = [sums.packed() for sums in self._sums]
         epoch, total = mean_of(trainer.strategy, packed, torch.float64)
-        averages = Totals(*epoch).averages(engines[0].workers, trainer.strategy.network)
+        averages = totals.Totals(*epoch).averages(engines[0].workers, trainer.strategy.network)
         averages |= levels_of(trainer.strategy)
         if not self._judged:
             self._judged = True
-            warn_of_bytes(trainer, Totals(*epoch))
+            controlled = trainer.strategy.control_loop is not None
+            first, engine = totals.Totals(*epoch), trainer.strategy.engine
+            said = totals.more_than_plain(first, engine, controlled=controlled)
+            if said and trainer.is_global_zero:
+                warnings.warn(said, stacklevel=2)
         figures = {EPOCH + name: value for name, value in averages.items()}
-        figures |= grand_totals(Totals(*total)) | total_errors(trainer.strategy)
+        figures |= grand_totals(totals.Totals(*total)) | total_errors(trainer.strategy)
         self._write(trainer, figures, self._index)
         self._show(trainer)
         self._dashboard.score("training", self._index)
@@ -326,7 +324,7 @@ class Monitor(EitherLightning, metaclass=_OfMonitors):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a checkpoint's totals."""
         for sums in self._sums:
-            sums.total = Totals(**state_dict["total"])
+            sums.total = totals.Totals(**state_dict["total"])
 
     def _take_time(self) -> None:
         spent, steps = self._clock.take()
@@ -363,14 +361,14 @@ def fitting(trainer: Any) -> bool:
     return bool(trainer.state.fn == "fit")
 
 
-def grand_totals(total: Totals) -> dict[str, float]:
+def grand_totals(total: totals.Totals) -> dict[str, float]:
     """Return the totals of the whole fit by metric name."""
     return {
         PREFIX + "total_wire_bytes": total.wire_bytes,
         PREFIX + "total_dense_bytes": total.dense_bytes,
-        PREFIX + "total_ratio": ratio(total.dense_bytes, total.wire_bytes),
+        PREFIX + "total_ratio": totals.ratio(total.dense_bytes, total.wire_bytes),
         PREFIX + "total_encoded_bytes": total.encoded_bytes,
-        PREFIX + "total_encoding_ratio": ratio(total.gradient_bytes, total.encoded_bytes),
+        PREFIX + "total_encoding_ratio": totals.ratio(total.gradient_bytes, total.encoded_bytes),
     }
 
 
@@ -379,11 +377,11 @@ def parts(trainer: Any) -> tuple[Sequence[Engine], Sequence[Recorder]]:
     engines = getattr(trainer.strategy, "engines", ())
     recordings = getattr(trainer.strategy, "recordings", ())
     if not engines or not recordings:
-        raise ValueError(
+        refuse(
             f"CompressionMonitor watches CompressedDDPStrategy, CompressedFSDPStrategy, "
             f"CompressedHSDPStrategy, LocalStepsStrategy and SimulatedDDPStrategy, but the Trainer "
             f"has {type(trainer.strategy).__name__}. Use one of these; "
-            f"CompressedDDPStrategy(Identity()) equals plain DDP."
+            f"CompressedDDPStrategy(Identity()) equals plain DDP"
         )
     return engines, recordings
 
@@ -407,15 +405,7 @@ def total_errors(strategy: Any) -> dict[str, float]:
     return dict(zip(names, mean_of(strategy, own, torch.float32), strict=True))
 
 
-def warn_of_bytes(trainer: Any, epoch: Totals) -> None:
-    """Warn if plain DDP would have sent less in an epoch."""
-    controlled = trainer.strategy.control_loop is not None
-    said = more_than_plain(epoch, trainer.strategy.engine, controlled=controlled)
-    if said and trainer.is_global_zero:
-        warnings.warn(said, stacklevel=2)
-
-
-def line_of(strategy: Any, total: Totals) -> str:
+def line_of(strategy: Any, total: totals.Totals) -> str:
     """Return what a worker has sent so far and what it cost."""
     engine, method, network = strategy.engine, str(strategy.compressor), strategy.network
     if strategy.control_loop is not None:
@@ -424,7 +414,7 @@ def line_of(strategy: Any, total: Totals) -> str:
         method += f" in {engine.step} exchanges"
     averages = total.averages(engine.workers, network)
     requests = tuple(strategy.recordings[0].exchanges or ())
-    return summary(method, total, averages, network, engine.workers, requests)
+    return totals.summary(method, total, averages, network, engine.workers, requests)
 
 
 def levels_of(strategy: Any) -> dict[str, float]:

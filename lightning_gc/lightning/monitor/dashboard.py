@@ -7,7 +7,7 @@ import os
 import re
 import struct
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_gc.controllers import Decision
@@ -102,20 +102,13 @@ class Dashboard:
             self._write_hparams(self._unsettled.pop(), self._columns)
 
     def _write_hparams(self, board: Any, columns: Mapping[str, str]) -> None:
-        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-        from torch.utils.tensorboard.summary import hparams
-
         named = {_prefix(board) + tag: name for tag, name in columns.items()}
-        records = hparams(_flat(self._hparams), dict.fromkeys(named, 0))
-        plugin = records[0].value[0].metadata.plugin_data
-        content = HParamsPluginData.FromString(plugin.content)
-        for info in content.experiment.hparam_infos:
-            name = info.name.removeprefix("gc/")
-            info.display_name = info.name if name in self._hparams else name
-        for info in content.experiment.metric_infos:
-            info.display_name = named[info.name.tag]
-        plugin.content = content.SerializeToString()
-        for record in records:
+
+        def shown(name: str) -> str:
+            own = name.removeprefix("gc/")
+            return name if own in self._hparams else own
+
+        for record in named_hparams(_flat(self._hparams), named, shown):
             board.experiment._get_file_writer().add_summary(record)
 
     def wrote(self, tags: Iterable[str]) -> None:
@@ -213,6 +206,30 @@ class Dashboard:
         for board in self._boards:
             board.experiment.add_text(PREFIX + name, text, step)
             board.experiment.flush()
+
+
+def named_hparams(
+    values: Mapping[str, Any], metrics: Mapping[str, str], shown: Callable[[str], str]
+) -> tuple[Any, Any, Any]:
+    """Return the records of a run for TensorBoard's page HPARAMS, with names of its columns.
+
+    Args:
+        values: hyper-parameters by name.
+        metrics: tag -> name.
+        shown: returns the name of a hyper-parameter on the page.
+    """
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    from torch.utils.tensorboard.summary import hparams
+
+    records: tuple[Any, Any, Any] = hparams(dict(values), dict.fromkeys(metrics, 0))
+    plugin = records[0].value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(plugin.content)
+    for info in content.experiment.hparam_infos:
+        info.display_name = shown(info.name)
+    for info in content.experiment.metric_infos:
+        info.display_name = metrics[info.name.tag]
+    plugin.content = content.SerializeToString()
+    return records
 
 
 def _is_loss(name: str) -> bool:

@@ -26,8 +26,12 @@ from lightning_gc.transports.network_model import NetworkModel
 
 
 @dataclass
-class Traffic:
-    """Sums over steps of bytes and elements."""
+class Totals:
+    """Sums over steps of bytes, elements, seconds and errors.
+
+    Seconds of phases are summed over ``timed_steps``, errors over ``observed_steps``, seconds of
+    whole steps over ``clocked_steps``.
+    """
 
     steps: float = 0
     wire_bytes: float = 0
@@ -41,38 +45,6 @@ class Traffic:
     elements: float = 0
     sent: float = 0
     whole: float = 0  # elements sent whole, besides those given to codecs
-
-    def traffic(self) -> dict[str, float]:
-        """Return means per step by metric name, without those not measured."""
-        steps = max(self.steps, 1)
-        figures = {
-            "wire_bytes": self.wire_bytes / steps,
-            "dense_bytes": self.dense_bytes / steps,
-            "ratio": ratio(self.dense_bytes, self.wire_bytes),
-        }
-        if self.node_bytes:
-            figures["node_bytes"] = self.node_bytes / steps
-        if self.weight_bytes:
-            figures["weight_bytes"] = self.weight_bytes / steps
-        if self.gradient_bytes:
-            figures["encoded_bytes"] = self.encoded_bytes / steps
-            figures["encoding_ratio"] = ratio(self.gradient_bytes, self.encoded_bytes)
-        if self.elements + self.whole:
-            figures["density"] = (self.sent + self.whole) / (self.elements + self.whole)
-        if self.elements:
-            figures["compressed_density"] = self.sent / self.elements
-            figures["bits_per_element"] = 8 * self.payload_bytes / self.elements
-        return figures
-
-
-@dataclass
-class Totals(Traffic):
-    """Sums over steps of bytes, elements, seconds and errors.
-
-    Seconds of phases are summed over ``timed_steps``, errors over ``observed_steps``, seconds of
-    whole steps over ``clocked_steps``.
-    """
-
     compute_seconds: float = 0
     compress_seconds: float = 0
     communicate_seconds: float = 0
@@ -93,6 +65,28 @@ class Totals(Traffic):
         """Return what has been added since this was ``earlier``."""
         return Totals(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
+    def _traffic(self) -> dict[str, float]:
+        """Return the means of bytes and elements."""
+        steps = max(self.steps, 1)
+        figures = {
+            "wire_bytes": self.wire_bytes / steps,
+            "dense_bytes": self.dense_bytes / steps,
+            "ratio": ratio(self.dense_bytes, self.wire_bytes),
+        }
+        if self.node_bytes:
+            figures["node_bytes"] = self.node_bytes / steps
+        if self.weight_bytes:
+            figures["weight_bytes"] = self.weight_bytes / steps
+        if self.gradient_bytes:
+            figures["encoded_bytes"] = self.encoded_bytes / steps
+            figures["encoding_ratio"] = ratio(self.gradient_bytes, self.encoded_bytes)
+        if self.elements + self.whole:
+            figures["density"] = (self.sent + self.whole) / (self.elements + self.whole)
+        if self.elements:
+            figures["compressed_density"] = self.sent / self.elements
+            figures["bits_per_element"] = 8 * self.payload_bytes / self.elements
+        return figures
+
     def averages(self, workers: int, network: NetworkModel | None = None) -> dict[str, float]:
         """Return means per step by metric name, without those not measured.
 
@@ -101,7 +95,7 @@ class Totals(Traffic):
             network: model that estimates the communication of simulated workers; its
                 ``schedule`` does not matter. None: measured.
         """
-        figures = self.traffic()
+        figures = self._traffic()
         if self.timed_steps:
             real, simulated = (COMPRESS, COMMUNICATE, DECODE), (COMPUTE, COMPRESS, DECODE)
             for phase in real if network is None else simulated:

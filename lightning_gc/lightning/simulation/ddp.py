@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_gc.checkpoint.side_file_store import Kept
 from lightning_gc.compressors import Compressor
 from lightning_gc.controllers import Controller
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.settings import takes_fields
 from lightning_gc.exchange import Compression
 from lightning_gc.lightning.arguments import SimulatedFields
@@ -181,11 +182,11 @@ def refuse_pass_for_statistics(trainer: Any, module: Any) -> None:
     for callback in trainer.callbacks:
         averages = "StochasticWeightAveraging" in {c.__name__ for c in type(callback).__mro__}
         if averages and norms:
-            raise ValueError(
+            refuse(
                 f"{type(callback).__name__} collects the running statistics of {norms[0]} in an "
                 f"epoch without backward passes, in which simulated workers cannot take turns. Use "
                 f"CompressedDDPStrategy with processes, or a normalisation without running "
-                f"statistics, such as GroupNorm."
+                f"statistics, such as GroupNorm"
             )
 
 

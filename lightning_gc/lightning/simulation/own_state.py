@@ -186,12 +186,9 @@ class KeptValue:
             value: of the same worker, now.
             untouched: ids of tensors that have not been changed.
         """
-        if isinstance(self.content, Tensor):
-            if value is self.value and id(value) in untouched:
-                return True
-            return isinstance(value, Tensor) and _equal(value, self.content)
-        if isinstance(self.content, np.ndarray):
-            return isinstance(value, np.ndarray) and _equal_arrays(value, self.content)
+        if isinstance(self.content, Tensor | np.ndarray):
+            as_before = value is self.value and id(value) in untouched
+            return as_before or _equal_states(self.content, value)
         if isinstance(self.content, TooLarge):
             return value is self.value and self.content.seen == _seen(value)
         if self.content is None:
@@ -386,16 +383,15 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.detach()[~nan], other[~nan])
 
 
-def _equal_arrays(one: Any, other: Any) -> bool:
-    same = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return same and bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
-
-
 def _equal_states(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and _equal(one, other)
     if isinstance(one, np.ndarray):
-        return isinstance(other, np.ndarray) and _equal_arrays(one, other)
+        alike = isinstance(other, np.ndarray) and (one.shape, one.dtype) == (
+            other.shape,
+            other.dtype,
+        )
+        return alike and bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal_states(one[k], other[k]) for k in one)
     return bool(one == other)
@@ -432,11 +428,10 @@ class OwnValues:
     Args:
         workers: W.
         holders: returns what holds the values, and what belongs to others.
-        differing: called with label and name of a value that changes between turns while workers
-            have different ones.
-        too_large: called with label and name of a value that changes in a turn and was too large
-            to be kept for each worker.
-        joint: called with label and name of a record of all workers that becomes each one's own.
+        says: called with what has happened to a value, its label and its name. ``"differing"``: it
+            changes between turns while workers have different ones. ``"too_large"``: it changes in
+            a turn and was too large to be kept for each worker. ``"joint"``: a record of all
+            workers becomes each one's own.
 
     Attributes:
         present: the one that has its turn, or None.
@@ -446,12 +441,9 @@ class OwnValues:
         self,
         workers: int,
         holders: Callable[[], tuple[list[Holder], Scope]],
-        differing: Callable[[str, str], None],
-        too_large: Callable[[str, str], None],
-        joint: Callable[[str, str], None],
+        says: Callable[[str, str, str], None],
     ) -> None:
-        self._workers, self._holders = workers, holders
-        self._differing, self._too_large, self._joint = differing, too_large, joint
+        self._workers, self._holders, self._says = workers, holders, says
         self.present: int | None = None
         self.forget()
 
@@ -470,11 +462,11 @@ class OwnValues:
         if self.present is not None:
             for key in [key for key, kept in changed.items() if kept.large]:
                 if key in self._common:
-                    self._too_large(*key)
+                    self._says("too_large", *key)
                     self._common[key] = changed.pop(key)
             for key in changed:
                 if key in self._common and self._common[key].joint:
-                    self._joint(*key)
+                    self._says("joint", *key)
             self._own[self.present] |= changed
         else:
             self._share(changed)
@@ -508,7 +500,7 @@ class OwnValues:
                     self._own[0][key] = kept
                     continue
                 if not kept.is_reset:
-                    self._differing(*key)
+                    self._says("differing", *key)
             self._common[key] = kept
             for own in self._own:
                 own.pop(key, None)

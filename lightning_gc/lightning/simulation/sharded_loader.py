@@ -136,18 +136,12 @@ def deal(
         )
         loaders.append(flavour._with_sampler(loader, sampler, mode=trainer.state.stage))
         flavour._seed_workers(loaders[-1], worker)
-        if worker:
-            _copy_streams(loaders[-1])
+        for holder in (loaders[-1], loaders[-1].batch_sampler) if worker else ():
+            fields = getattr(holder, "__dict__", {})  # with streams that go on by themselves
+            fields |= {name: own_stream(each) for name, each in fields.items() if is_stream(each)}
     stateful = all(hasattr(each, "state_dict") for each in loaders)
     kind = StatefulDealt if stateful else Dealt
     return kind(loaders, turn)
-
-
-def _copy_streams(loader: Any) -> None:
-    """Give a worker its own copies of the random streams of its loader and batch sampler."""
-    for holder in (loader, loader.batch_sampler):
-        fields = getattr(holder, "__dict__", {})
-        fields |= {name: own_stream(each) for name, each in fields.items() if is_stream(each)}
 
 
 def _warn_of_repeated(loader: Any, workers: int) -> None:

@@ -18,6 +18,7 @@ from lightning_gc.controllers import Controller
 from lightning_gc.core import Flow
 from lightning_gc.core.combinations import judge
 from lightning_gc.core.copies import Single
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.saved_state import each_tensor
 from lightning_gc.core.settings import parted, takes_fields
 from lightning_gc.elastic.roll import Entrance, Roll, Round
@@ -36,8 +37,7 @@ from lightning_gc.lightning.simulation.simulated_workers import (
 from lightning_gc.local_steps import RoundPlan
 from lightning_gc.local_steps.local_rounds import LocalRounds, Waits, reset_poisoned
 from lightning_gc.local_steps.refusals import refuse_shards, with_held
-from lightning_gc.local_steps.simulated_clock import SimulatedClock
-from lightning_gc.local_steps.unequal import check_speeds
+from lightning_gc.local_steps.unequal import SimulatedClock, check_speeds
 from lightning_gc.memories import Memory
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.network_model import NetworkModel
@@ -148,10 +148,10 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         self._refuse_trainer(module.trainer, module)
         refuse_shards(type(self).__name__, module, islands=False)
         if self._scaler() is not None:
-            raise ValueError(
+            refuse(
                 f"{type(self).__name__}: every worker needs its own loss scaler, and the "
                 f"Trainer has one. Use precision='bf16-mixed', or {self._of_processes} with "
-                f"processes."
+                f"processes"
             )
         workers = self.local_workers
         unequal = self.plan.unequal
@@ -171,7 +171,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
                     end,
                     self.plan,
                     present=partial(self._entered, engine.worker),
-                    clock=clock.of(engine.worker),
+                    clock=clock,
                 )
             )
         self._keep(rounds)
@@ -233,7 +233,10 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         if self._all_rounds and self._training():
             self._replicas.enter(self._present[0] if process is None else process // self.island)
 
-    def _differing_settings(self, label: str, name: str) -> None:
+    def _say_of_settings(self, what: str, label: str, name: str) -> None:
+        if what != "differing":
+            super()._say_of_settings(what, label, name)
+            return
         raise RuntimeError(
             f"{type(self).__name__}: the optimizer adapts {name!r} in its steps, and a scheduler "
             f"or callback changes it between them, which each worker would do to its own. Use "
@@ -287,7 +290,7 @@ class SimulatedLocalSteps(LocalHooks, SimulatedWorkers):
         output = None
         for worker in workers:
             self._replicas.enter(worker)
-            again = _Once(result)
+            again = _once(result)
             with self._in_turn(worker * self.island), self.settings.own(worker):
                 output = self._own_step(self._all_rounds[worker], optimizer, again, *args, **kwargs)
                 nest.rates.append(
@@ -355,20 +358,19 @@ class Nest:
     rates: list[float] = field(default_factory=list)
 
 
-class _Once:
-    """Closure of an optimizer after its micro-batches have been run; a second call is an error."""
+def _once(result: Any) -> Callable[[], Any]:
+    """Return an optimizer's closure after its micro-batches; a second call is an error."""
+    left = [result]
 
-    def __init__(self, result: Any) -> None:
-        self.result, self.called = result, False
-
-    def __call__(self) -> Any:
-        if self.called:
+    def closure() -> Any:
+        if not left:
             raise RuntimeError(
                 "The optimizer calls its closure several times, as LBFGS does, which cannot be "
                 "simulated: use LocalStepsStrategy with processes, or another optimizer."
             )
-        self.called = True
-        return self.result
+        return left.pop()
+
+    return closure
 
 
 class Exchanges(Single):
@@ -498,10 +500,10 @@ class Replay:
         self._roll = Roll.read(roll) if isinstance(roll, str) else roll
         self.numbers = self._roll.numbers
         if workers is not None or not self._roll or self._roll[0].round:
-            raise ValueError(
+            refuse(
                 f"SimulatedLocalStepsStrategy(workers={workers!r}, roll=a roll of "
                 f"{len(self._roll)} rounds): a replay begins with round 0, and its workers are "
-                f"those of the roll; leave workers out, and give the rendezvous's file."
+                f"those of the roll; leave workers out, and give the rendezvous's file"
             )
         self.present: Sequence[int] = ()
 

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_gc.attachment.attached import Attached, Setup
 from lightning_gc.compressors import Compressor
 from lightning_gc.core.combinations import judge
+from lightning_gc.core.refusal import refuse
 from lightning_gc.core.saved_state import Tree
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Peers
@@ -25,16 +26,7 @@ from lightning_gc.exchange.validation import refuse_sparse_gradients, refuse_unk
 from lightning_gc.lightning.api import StrategyAPI
 from lightning_gc.lightning.arguments import refuse_unknown
 from lightning_gc.lightning.base import CompressedStrategy
-from lightning_gc.lightning.simulation.own_state import (
-    Holder,
-    OwnValues,
-    Scope,
-    module_holders,
-    optimizer_holders,
-    package_of,
-    random_holder,
-    sampler_holders,
-)
+from lightning_gc.lightning.simulation import own_state
 from lightning_gc.lightning.simulation.sharded_loader import deal, is_dealable
 from lightning_gc.local_steps.refusals import with_held
 from lightning_gc.transports.accounting import COMPUTE
@@ -76,6 +68,26 @@ class AttachedSimulation(Attached):
 
 _TRUSTED = {"pytorch_lightning", "lightning", "lightning_fabric", "lightning_gc"}
 """Packages that may make calls within a step: they do not change what is trained."""
+
+
+def _number_of_processes(
+    name: str, value: str, instead: str, differs: Callable[[Any], bool]
+) -> Any:
+    """Return a property that warns a user's code where real workers would have another number.
+
+    Args:
+        name: of the property.
+        value: that simulated workers have.
+        instead: property of the strategy with a real worker's number.
+        differs: given the strategy, whether a real worker's number differs now.
+    """
+
+    def read(strategy: Any) -> int:
+        if differs(strategy):
+            strategy._warn_of_place(name, value, instead)
+        return int(vars(strategy)[name])
+
+    return property(read, lambda strategy, number: vars(strategy).update({name: number}))
 
 
 class Communication(StrategyAPI):
@@ -151,38 +163,9 @@ class Communication(StrategyAPI):
         epochs = self.lightning_module.trainer.fit_loop.epoch_progress.current
         return bool(epochs.started > epochs.processed)
 
-    @property
-    def world_size(self) -> int:
-        """1, of processes; warns a user's code which would find W with real workers."""
-        if self._training():
-            self._warn_of_place("world_size", "1", "workers")
-        return int(self.__dict__["world_size"])
-
-    @world_size.setter
-    def world_size(self, value: int) -> None:
-        self.__dict__["world_size"] = value
-
-    @property
-    def global_rank(self) -> int:
-        """0; warns a user's code within a step, where a real worker would find its index."""
-        if self._in_step():
-            self._warn_of_place("global_rank", "0", "worker")
-        return int(self.__dict__["global_rank"])
-
-    @global_rank.setter
-    def global_rank(self, value: int) -> None:
-        self.__dict__["global_rank"] = value
-
-    @property
-    def local_rank(self) -> int:
-        """0; warns as ``global_rank`` does."""
-        if self._in_step():
-            self._warn_of_place("local_rank", "0", "worker")
-        return int(self.__dict__["local_rank"])
-
-    @local_rank.setter
-    def local_rank(self, value: int) -> None:
-        self.__dict__["local_rank"] = value
+    world_size = _number_of_processes("world_size", "1", "workers", lambda self: self._training())
+    global_rank = _number_of_processes("global_rank", "0", "worker", lambda self: self._in_step())
+    local_rank = _number_of_processes("local_rank", "0", "worker", lambda self: self._in_step())
 
     def _warn_of_place(self, name: str, value: str, instead: str) -> None:
         """Warn once in a fit, if a package other than Lightning reads this property of ours."""
@@ -244,12 +227,12 @@ class SimulatedWorkers(Communication, CompressedStrategy):
 
     _reset_seed: Callable[[], None]
     _units: MicroBatches | None = None
-    _state: OwnValues | None = None
+    _state: own_state.OwnValues | None = None
     _hooks: Sequence[UsersHook] = ()
     _process: int | None = None
     _after_step = False
-    settings: OwnValues
-    _held: list[Holder]
+    settings: own_state.OwnValues
+    _held: list[own_state.Holder]
     _samplers: list[weakref.ref[Any]]
     _of_fit = CompressedStrategy._of_fit | {"_hooks", "_held", "_samplers", "_state"}
     _frozen: dict[str, torch.Tensor]
@@ -264,7 +247,7 @@ class SimulatedWorkers(Communication, CompressedStrategy):
     ) -> None:
         owner = type(self).__name__
         if not isinstance(workers, int) or workers < 1:
-            raise ValueError(f"{owner}(workers={workers!r}): give a whole number, 1 or more.")
+            refuse(owner, "give a whole number, 1 or more", workers=workers)
         if isinstance(network, str):
             up, down = rates(network, f"{owner}(network=...): ")
             network = NetworkModel(up) if up == down else NetworkModel(up_gbps=up, down_gbps=down)
@@ -341,9 +324,9 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         devices = trainer._accelerator_connector._parallel_devices
         if not self._device_given and devices:
             if len(devices) > 1:
-                raise ValueError(
+                refuse(
                     f"The Trainer has {len(devices)} devices, but {self.workers} simulated workers "
-                    f"share one. Use Trainer(devices=1); workers={self.workers} is their number."
+                    f"share one. Use Trainer(devices=1); workers={self.workers} is their number"
                 )
             self._root_device = torch.device(devices[0])
         if trainer.state.fn == "fit":
@@ -363,11 +346,11 @@ class SimulatedWorkers(Communication, CompressedStrategy):
             return
         module = self.lightning_module
         if not module.automatic_optimization:
-            raise ValueError(
+            refuse(
                 f"{type(module).__name__} optimizes manually, but simulated workers take turns in "
                 f"Lightning's gradient accumulation. Join several optimizers: return "
                 f"Together([muon, adamw]) with automatic_optimization = True. For one loss per "
-                f"optimizer, as in a GAN, use CompressedDDPStrategy with processes."
+                f"optimizer, as in a GAN, use CompressedDDPStrategy with processes"
             )
         refuse_sparse_gradients(module)
         self._refuse_synchronised_norms()
@@ -418,68 +401,57 @@ class SimulatedWorkers(Communication, CompressedStrategy):
         finally:
             self._turn(before)
 
-    def _own_states(self) -> tuple[OwnValues, OwnValues]:
+    def _own_states(self) -> tuple[own_state.OwnValues, own_state.OwnValues]:
         """Return what each process has of its own, and what each worker's optimizers have."""
         self._held, self._samplers, self._frozen = [], [], {}
-        own = partial(OwnValues, too_large=self._say_large, joint=self._say_joint)
         return (
-            own(self._processes, self._holders, self._say_differing),
-            own(self.workers, self._optimizers_held, self._differing_settings),
+            own_state.OwnValues(self._processes, self._holders, self._say),
+            own_state.OwnValues(self.workers, self._optimizers_held, self._say_of_settings),
         )
 
-    def _scope(self) -> Scope:
+    def _scope(self) -> own_state.Scope:
         module = self.lightning_module
         weights = (each for name, each in module.named_parameters() if name not in self._frozen)
-        return Scope(chain(weights, module.buffers()), module.modules())
+        return own_state.Scope(chain(weights, module.buffers()), module.modules())
 
-    def _holders(self) -> tuple[list[Holder], Scope]:
+    def _holders(self) -> tuple[list[own_state.Holder], own_state.Scope]:
         held, frozen = self._held, self._frozen
         if not self.optimizers:  # data are asked for early, as for the number of steps
-            return [random_holder(self.root_device), *self._sampled()], self._scope()
+            return [own_state.random_holder(self.root_device), *self._sampled()], self._scope()
         if not held:
             frozen.update(self._moved_by_hand())
             sizes = [sum(each.nbytes for each in some) for some in (frozen.values(), self.names)]
             large = 0 if sizes[0] > _MANY_TIMES * sizes[1] else math.inf
-            held.extend(module_holders(self.lightning_module))
-            held.append(random_holder(self.root_device))
-            held.append(Holder("the parameters", dict(frozen), large=large))
+            held.extend(own_state.module_holders(self.lightning_module))
+            held.append(own_state.random_holder(self.root_device))
+            held.append(own_state.Holder("the parameters", dict(frozen), large=large))
         return held + self._sampled(), self._scope()
 
-    def _sampled(self) -> list[Holder]:
+    def _sampled(self) -> list[own_state.Holder]:
         known = ((ref(), index) for index, ref in enumerate(self._samplers))
-        return [holder for each, index in known for holder in sampler_holders(each, index)]
+        return [
+            holder for each, index in known for holder in own_state.sampler_holders(each, index)
+        ]
 
-    def _optimizers_held(self) -> tuple[list[Holder], Scope]:
+    def _optimizers_held(self) -> tuple[list[own_state.Holder], own_state.Scope]:
         parts = [part for each in self.optimizers for part in with_held(each)]
-        return optimizer_holders(parts), self._scope()
+        return own_state.optimizer_holders(parts), self._scope()
 
-    def _differing_settings(self, label: str, name: str) -> None:
-        self._say_differing(label, name)
+    def _say_of_settings(self, what: str, label: str, name: str) -> None:
+        self._say(what, label, name)
 
-    def _say_differing(self, label: str, name: str) -> None:
-        self._say_once(
-            label,
-            name,
-            "changes both within a worker's micro-batch and between them. All simulated"
-            " workers continue with worker 0's value, where each real worker has its own",
-        )
-
-    def _say_large(self, label: str, name: str) -> None:
-        self._say_once(
-            label,
-            name,
-            f"changes within a worker's micro-batch, and holds too much to be kept for "
-            f"each of {self._processes} workers. All change the same one, so it changes "
+    def _say(self, what: str, label: str, name: str) -> None:
+        """Warn once of a value that simulated workers cannot have as real ones do."""
+        said = {
+            "differing": "changes both within a worker's micro-batch and between them. All "
+            "simulated workers continue with worker 0's value, where each real worker has its own",
+            "too_large": f"changes within a worker's micro-batch, and holds too much to be kept "
+            f"for each of {self._processes} workers. All change the same one, so it changes "
             f"{self._processes} times in a step, where each real worker changes its own once",
-        )
-
-    def _say_joint(self, label: str, name: str) -> None:
-        self._say_once(
-            label,
-            name,
-            f"was one record of all {self._processes} workers while it only grew, and has their"
-            f" entries. A real worker has its own alone, as here with a collections.deque",
-        )
+            "joint": f"was one record of all {self._processes} workers while it only grew, and has "
+            f"their entries. A real worker has its own alone, as here with a collections.deque",
+        }
+        self._say_once(label, name, said[what])
 
     def _say_once(self, label: str, name: str, what: str) -> None:
         place = f"{name} of {label}"
@@ -685,7 +657,7 @@ def batch_ends(module: Any, ended: Callable[[UsersHook, tuple[Any, ...]], None])
 
 def overrides(owner: Any, name: str) -> bool:
     """Return whether a hook is the user's, not Lightning's."""
-    return package_of(getattr(owner, name)) not in _TRUSTED
+    return own_state.package_of(getattr(owner, name)) not in _TRUSTED
 
 
 _BATCH_END = "on_train_batch_end"
@@ -712,16 +684,16 @@ class MicroBatches:
         self._given: dict[str, Any] = {}
         given = trainer.accumulate_grad_batches
         if given != 1 and given % workers:
-            raise ValueError(
+            refuse(
                 f"Trainer(accumulate_grad_batches={given}) with {workers} simulated workers: give "
-                f"1, or a multiple of {workers}; {workers * given} accumulates {given} for each."
+                f"1, or a multiple of {workers}; {workers * given} accumulates {given} for each"
             )
         for callback in trainer.callbacks:
             if hasattr(callback, "going_to_accumulate_grad_batches"):
-                raise ValueError(
+                refuse(
                     f"{type(callback).__name__} changes accumulate_grad_batches, which simulated "
                     f"workers need for themselves. Remove it; Trainer(accumulate_grad_batches="
-                    f"k*{workers}) accumulates k micro-batches for each of {workers} workers."
+                    f"k*{workers}) accumulates k micro-batches for each of {workers} workers"
                 )
         self._set("accumulate_grad_batches", workers if given == 1 else given)
         for name in ("limit_train_batches", "val_check_interval"):
@@ -750,9 +722,9 @@ class MicroBatches:
             if all(is_dealable(loader) for loader in loaders):
                 fixes.append("Trainer(use_distributed_sampler=True), which shares out the samples")
         fixes = fixes or [f"at least {workers} batches"]
-        raise ValueError(
+        refuse(
             f"An epoch has {found} micro-batches, and {workers} simulated workers cannot share "
-            f"them evenly. Use {', or '.join(fixes)}."
+            f"them evenly. Use {', or '.join(fixes)}"
         )
 
     def restore(self) -> None:
@@ -787,10 +759,10 @@ class EpochShare(float):
         if self.given_as == "val_check_interval":
             batches = max(batches, 1)  # as Lightning does
         if batches == 0:
-            raise ValueError(
+            refuse(
                 f"Trainer({self.given_as}={float(self)}) is less than one of the {own} batches "
                 f"that each of {self.workers} simulated workers has. Use a larger share, or a "
-                f"number of batches of each worker, such as {self.given_as}=1."
+                f"number of batches of each worker, such as {self.given_as}=1"
             )
         return batches * self.workers
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_gc import Identity, InnerMoments
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedLocalStepsStrategy
 from lightning_gc.local_steps.common_weights import mean_of
-from lightning_gc.local_steps.inner_moments import Moments
+from lightning_gc.local_steps.local_rounds import Moments
 from lightning_gc.local_steps.round_plan import RoundPlan
 from lightning_gc.transports import Simulated
 from tests.support.fitting import unwarned

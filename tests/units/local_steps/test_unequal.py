@@ -37,8 +37,7 @@ from lightning_gc.lightning.for_pytorch_lightning import (
 from lightning_gc.lightning.simulation.simulated_local_steps import Exchanges
 from lightning_gc.local_steps.local_rounds import CommonState, LocalRounds, OwnState
 from lightning_gc.local_steps.round_plan import RoundPlan
-from lightning_gc.local_steps.simulated_clock import SimulatedClock
-from lightning_gc.local_steps.unequal import resting
+from lightning_gc.local_steps.unequal import SimulatedClock, resting
 from lightning_gc.transports.base import all_gather_bytes
 from lightning_gc.transports.simulated import Ledger
 
@@ -89,7 +88,7 @@ class Group:
                 engine,
                 end,
                 made,
-                clock=self.clock.of(engine.worker),
+                clock=self.clock,
             )
             for model, engine, end in zip(self.models, workers.engines, ends, strict=True)
         ]
@@ -392,7 +391,7 @@ def test_resumes_bit_for_bit(name: str) -> None:
                 group.step()
             group.step(ends=True)
         assert resumed.made == whole.made
-        assert resumed.clock.now == whole.clock.now
+        assert resumed.clock.reached == whole.clock.reached
         for ours, theirs in zip(resumed.models, whole.models, strict=True):
             for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
                 assert torch.equal(a, b), at

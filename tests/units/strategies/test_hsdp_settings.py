@@ -10,7 +10,7 @@ from lightning_gc.compressors.wrappers.size_switch import for_shards
 from lightning_gc.controllers import LayerBudget
 from lightning_gc.exchange import Compression
 from lightning_gc.lightning.for_pytorch_lightning import CompressedHSDPStrategy
-from lightning_gc.lightning.hsdp import replicas_of
+from lightning_gc.lightning.sharded import replicas_of
 from lightning_gc.sharded.sharded_workers import ShardedWorkers, seed_of_shard, shard_shape
 
 

@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lightning_gc import PerParameter, TopK
-from lightning_gc.checkpoint.side_file_store import Saving
+from lightning_gc.checkpoint.side_file_store import SideFileStore
 from lightning_gc.checkpoint.side_files import FOLDER
 from lightning_gc.lightning.for_pytorch_lightning import SimulatedDDPStrategy
 from tests.support.fitting import quiet_trainer, unwarned
@@ -79,7 +79,7 @@ def test_old_side_files_are_removed_by_who_knows_of_a_new_checkpoint(
     """Each node's first worker does so; worker 2 here is that of a second one."""
     io = SimpleNamespace(checkpoint_io=None) if wrapped else SimpleNamespace()
     host: Any = SimpleNamespace(checkpoint_io=io, global_rank=rank, local_rank=0, is_alone=alone)
-    saving, path = Saving(host, "full", torch.float32), tmp_path / "x.ckpt"
+    saving, path = SideFileStore(host, "full", torch.float32), tmp_path / "x.ckpt"
     (tmp_path / FOLDER).mkdir()
     for name in "abc":
         (tmp_path / FOLDER / f"x.ckpt-step1-{name}-worker0of4.pt").touch()

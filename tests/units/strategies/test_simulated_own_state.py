@@ -26,15 +26,14 @@ class Counted(TorchDispatchMode):
         return call(*args, **(kwargs or {}))
 
 
-def said(*_: str) -> None:
-    raise AssertionError(_)
-
-
 def state(values: list[dict[str, Any]], notes: dict[str, list[Any]] | None = None) -> OwnValues:
     held = [Holder(str(index), each) for index, each in enumerate(values)]
-    kinds = ("differing", "too_large", "joint")
-    says = [said if notes is None else lambda *key, k=k: notes[k].append(key) for k in kinds]
-    return OwnValues(2, lambda: (held, Scope((), ())), *says)  # type: ignore[arg-type]
+
+    def says(what: str, *key: str) -> None:
+        assert notes is not None, (what, *key)
+        notes[what].append(key)
+
+    return OwnValues(2, lambda: (held, Scope((), ())), says)
 
 
 def part(index: int) -> dict[str, Any]:

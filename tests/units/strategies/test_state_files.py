@@ -1,6 +1,7 @@
 """State files are found on disk and behind URLs, hold no code, and go with their checkpoint."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -9,7 +10,7 @@ import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_gc.checkpoint import side_files
-from lightning_gc.checkpoint.shard_store import remove as remove_folders
+from lightning_gc.checkpoint.shard_store import ShardStore
 from lightning_gc.checkpoint.side_files import (
     FOLDER,
     exists,
@@ -94,9 +95,11 @@ def test_folders_of_a_longer_name_stay(tmp_path: Path) -> None:
         (tmp_path / FOLDER / stem).mkdir(parents=True)
     other = tmp_path / "model-step2"
     other.mkdir()
-    remove_folders(tmp_path / "model", keep=names[1])
+    host: Any = SimpleNamespace(global_rank=0)
+    store = ShardStore(host, "full", torch.float32)
+    store.remove(tmp_path / "model", keep=names[1])
     assert sorted(each.name for each in (tmp_path / FOLDER).iterdir()) == names[1:]
-    remove_folders(tmp_path / "model")
+    store.remove(tmp_path / "model")
     assert [each.name for each in (tmp_path / FOLDER).iterdir()] == names[2:]
     assert other.is_dir()
 
