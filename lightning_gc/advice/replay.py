@@ -57,6 +57,7 @@ def replay(situation: Situation, buckets: Buckets, transport: Distributed) -> Ca
     asked = [[_request(each, transport.workers) for each in trace.asked] for _, trace in buckets]
     plain = all(trace == dense(trace.asked[0].nbytes, trace.workers) for _, trace in buckets)
     module, under_way = situation.module, list[Any]()
+    overhead = situation.overhead if buckets else 0.0  # of DDP
 
     def step() -> float:
         began = time.perf_counter()
@@ -73,7 +74,7 @@ def replay(situation: Situation, buckets: Buckets, transport: Distributed) -> Ca
                 under_way.pop(0).wait()
             return time.perf_counter() - backward - at
 
-        drawn = timeline(module, works, situation.contention, situation.overhead, send)
+        drawn = timeline(module, works, situation.contention, overhead, send)
         _sleep_until(began + drawn.seconds)
         return time.perf_counter() - began
 

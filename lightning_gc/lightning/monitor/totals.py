@@ -268,7 +268,7 @@ def summary(
         'Compressing took 10% of a step, messages and waiting 25%.'
         >>> link = [ExchangeRecord(2, 5e5, 0.02)] * 8
         >>> summary("QSGD(8)", total, seconds, requests=link).split(". ")[1].split(", ")[0]
-        'It cost about 0.17 s per step: in 16 bits'
+        'It cost about 0.18 s per step: in 16 bits'
     """
     sent, dense = total.wire_bytes, total.dense_bytes
     if not dense:
