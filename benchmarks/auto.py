@@ -62,9 +62,9 @@ TWIN = "plain DDP, its twin"
 
 
 def strategy_of(arm: str) -> Any:
-    """Return a new strategy: plain PLAIN, a method that is fixed, or ``auto`` with a word."""
-    if arm == PLAIN:
-        return baseline_strategy(PLAIN, **SETTINGS)
+    """Return a new strategy: one of torch's, a method that is fixed, or ``auto`` with a word."""
+    if arm in (PLAIN, FP16):
+        return baseline_strategy(arm, **SETTINGS)
     if arm in WORDS:
         return CompressedDDPStrategy("auto", controller=Auto(allow=arm), **SETTINGS)
     menu, memory = menu_of("rounding" if arm in ROUNDING else "feedback")

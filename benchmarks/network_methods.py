@@ -1,4 +1,4 @@
-"""What the network benchmark trains with: the limit, what torch has, and ours."""
+"""Strategies of the network benchmark: the limit, torch's own, and ours."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ from lightning_gc.transports.link import Link as Unused
 LIMIT = timedelta(seconds=300)
 CPU = torch.device("cpu")
 STEP_MS = {"gpt2": 46.7, "resnet50": 100.0}
-"""Of GPT-2 on an H100 (docs/gpus.md); of ResNet-50 a round number."""
+"""Milliseconds of a step: GPT-2's on an H100 (docs/gpus.md), for ResNet-50 a round number."""
 
 
 class Clock:

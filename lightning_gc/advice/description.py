@@ -17,7 +17,7 @@ Shapes = dict[str, tuple[int, ...]]
 SIXTEEN = "cast"
 """The method of 16 bits, which is always compared."""
 PLAIN, HOOK = "plain DDP", "torch bf16 hook"
-"""What torch has: 32 bits, and 16. ``bench.baselines`` has them too, and imports Lightning."""
+"""Names of torch's own 32 and 16 bits, as in ``bench.baselines``, which imports Lightning."""
 METHODS = (
     SIXTEEN,
     "qsgd",

@@ -1,8 +1,8 @@
 """Replay a described training over the real link: computation is slept, messages are sent.
 
-A step is that of ``WhatIf``: the same buckets at the same times, the same seconds of compression,
-requests of the same kinds and sizes. Only the seconds of requests are not predicted. They are sent
-between the workers, and no GPU is needed. Nothing waits busily, so the cores are free for the link.
+``WhatIf`` gives the step: its buckets, when each is ready, the seconds of compression, and the
+kinds and sizes of requests. The workers send these requests, so their seconds are measured, not
+predicted. No GPU is needed. All other seconds are slept, which leaves the cores to the link.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def replay(situation: Situation, buckets: Buckets, transport: Distributed) -> Ca
         transport: to the other workers.
 
     Communication pattern:
-        That of a training: the requests of all buckets.
+        The requests of all buckets, as in a training.
     """
     works = [trace.work(ready, situation.links) for ready, trace in buckets]
     asked = [[_request(each, transport.workers) for each in trace.asked] for _, trace in buckets]

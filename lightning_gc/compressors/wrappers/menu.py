@@ -142,7 +142,7 @@ class Menu(Compressor):
 
     @property
     def sixteen(self) -> str:
-        """Name of the choice that sends 16 bits of each element; empty if there is none."""
+        """Name of the choice that sends 16 bits of each element, or an empty text."""
         found = (name for name, each in self.compressors.items() if _nbytes(each) == 2 * _SIZE)
         return next(found, "")
 
