@@ -24,12 +24,13 @@ from typing import Any
 import dated_page
 import torch
 import torch.distributed as dist
-from advice_models import sections
 from dated_page import say
-from models import MODELS
+from models import MODELS, Network, build
 from namespaces import Link, check_privileges, launch, network
+from pytorch_lightning import LightningDataModule
 
 from lightning_gc.advice import advise
+from lightning_gc.advice.description import link_of
 from lightning_gc.advice.link_probe import probe
 from lightning_gc.advice.prediction import predict
 from lightning_gc.bench.baselines import PLAIN
@@ -38,6 +39,36 @@ from lightning_gc.transports import Distributed
 from lightning_gc.transports.link import KINDS, NOMINAL, at_rate, fit_with_knee
 
 LIMIT = timedelta(seconds=120)
+ENOUGH = 32
+
+
+class Benched(Network):
+    """One of ``models.MODELS``."""
+
+    def __init__(self, name: str) -> None:
+        made, _ = build(name, 1, 0)
+        super().__init__(made.net, made.rate, made.clip, made.optimizer)
+
+
+class Batches(LightningDataModule):
+    """Batches of it, each worker's own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.which = name
+
+    def train_dataloader(self) -> Any:
+        """Return more batches than a turn takes."""
+        return build(self.which, ENOUGH, 1 + int(os.environ.get("RANK", "0")))[1]
+
+
+def sections(name: str) -> dict[str, Any]:
+    """Return what a file would say."""
+    return {
+        "model": {"class_path": "advice.Benched", "init_args": {"name": name}},
+        "data": {"class_path": "advice.Batches", "init_args": {"name": name}},
+        "trainer": {"accelerator": "cpu", "max_epochs": 1, "use_distributed_sampler": False},
+    }
 
 
 def work(options: argparse.Namespace) -> Any:
@@ -55,7 +86,7 @@ def work(options: argparse.Namespace) -> Any:
     for mbit in options.mbit:
         there = replace(
             advice.situation,
-            links=at_rate(advice.situation.links, mbit / 1000),
+            links=at_rate(advice.situation.links, link_of(f"{mbit:g}mbit")),
         )
         others[str(mbit)] = {row.name: row.seconds for row in predict(there, known)}
     return {

@@ -1,4 +1,4 @@
-"""``auto`` beside plain DDP and each method that it may choose, on links of a given speed.
+"""``auto`` beside DDP in 32 and in 16 bits and each method that it may choose, on shaped links.
 
     python benchmarks/auto.py                      # needs Linux, root and iproute2
 
@@ -7,8 +7,8 @@ and a number of workers. There ``auto`` trains twice with each word, until it ha
 The cost of looking is a figure by itself. It has the seconds of weighing, and what steps of trials
 took longer than those before.
 
-Then one run takes plain DDP, twice, and all choices in turns of a few steps: a machine's speed
-moves by 10 % within minutes, and what is measured seconds apart shares it.
+Then one run takes plain DDP, twice, torch's fp16 hook and all choices in turns of a few steps: a
+machine's speed moves by 10 % within minutes, and what is measured seconds apart shares it.
 
 All workers share this machine's cores: ratios within a cell are what counts. Every cell goes to
 ``auto_cells.json`` as soon as it is there; with equal options it is not measured again.
@@ -31,10 +31,11 @@ from models import MODELS, build
 from namespaces import Link, check_privileges, launch, network
 from network_methods import LIMIT, fit
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gc import CompressedDDPStrategy, attach
-from lightning_gc.bench.baselines import PLAIN, baseline_strategy
+from lightning_gc.bench.baselines import FP16, PLAIN, baseline_strategy
 from lightning_gc.bench.method_run import StepTimer
 from lightning_gc.controllers import Auto
 from lightning_gc.exchange.automatic import menu_of
@@ -61,9 +62,9 @@ TWIN = "plain DDP, its twin"
 
 
 def strategy_of(arm: str) -> Any:
-    """Return a new strategy: plain PLAIN, a method that is fixed, or ``auto`` with a word."""
-    if arm == PLAIN:
-        return baseline_strategy(PLAIN, **SETTINGS)
+    """Return a new strategy: one of torch's, a method that is fixed, or ``auto`` with a word."""
+    if arm in (PLAIN, FP16):
+        return baseline_strategy(arm, **SETTINGS)
     if arm in WORDS:
         return CompressedDDPStrategy("auto", controller=Auto(allow=arm), **SETTINGS)
     menu, memory = menu_of("rounding" if arm in ROUNDING else "feedback")
@@ -141,7 +142,8 @@ class Loop:
 def in_turns(word: str, model: str, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of a step with each choice and with plain DDP, turn by turn."""
     menu, memory = menu_of(word)
-    plain, ours = {PLAIN: Loop(model), TWIN: Loop(model)}, Loop(model)
+    plain, ours = {name: Loop(model) for name in (PLAIN, TWIN, FP16)}, Loop(model)
+    plain[FP16].ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     handle = attach(ours.ddp, menu, memory, optimizers=ours.optimizer, timeout=LIMIT)
     levels = dict(zip(menu.names, itertools.count(1.0))) | {UNCOMPRESSED: None}
     found: dict[str, list[float]] = {name: [] for name in (*levels, *plain)}
@@ -197,6 +199,7 @@ def row_of(cell: dict[str, Any], word: str) -> dict[str, Any]:
     took = {name: sorted(taken)[len(taken) // 4] for name, taken in turns.items()}
     twins = sorted((took[PLAIN], took.pop(TWIN)))
     took[PLAIN] = statistics.mean(twins)
+    half = took.pop(FP16)
     runs = cell["auto"][word]
     seconds = statistics.mean(took[each["chosen"]] for each in runs)
     best = min(took, key=lambda name: took[name])
@@ -206,6 +209,7 @@ def row_of(cell: dict[str, Any], word: str) -> dict[str, Any]:
         "seconds": seconds,
         "own": min(each["seconds"] for each in runs),
         "ddp": took[PLAIN],
+        "half": half,
         "twins": twins[1] / twins[0] - 1,
         "best": best,
         "best_seconds": took[best],
@@ -226,13 +230,13 @@ def page(cells: list[dict[str, Any]]) -> str:
                 [
                     f"{cell['model']}, {cell['workers']} workers, {Link(cell['mbit'])}",
                     *(word, row["chosen"]),
-                    *(f"{row[each]:.3f}" for each in ("ddp", "seconds", "own")),
+                    *(f"{row[each]:.3f}" for each in ("ddp", "half", "seconds", "own")),
                     f"{row['best']}, {row['best_seconds']:.3f}",
                     *(f"{of_best:.2f}", f"{of_ddp:.2f}", f"{row['twins']:.1%}"),
                     *(f"{row['share']:.2%}", str(row["decided"])),
                 ]
             )
-    head = ["cell", "permitted", "chosen", "plain DDP", "auto's choice", "in auto's run"]
+    head = ["cell", "permitted", "chosen", "plain DDP", FP16, "auto's choice", "in auto's run"]
     head += [
         "fastest fixed method",
         "auto / fastest",
@@ -281,7 +285,7 @@ def main() -> None:
             path.write_text(json.dumps(known))
             dated_page.say(page([found]))
         wanted.append(found)
-    heading = dated_page.title("auto beside plain DDP and fixed methods")
+    heading = dated_page.title("auto beside plain DDP, torch's fp16 hook and fixed methods")
     packages = dated_page.versions("torch", "pytorch-lightning")
     dated_page.write(options.out, "auto", f"{heading}\n\n{packages}\n\n{page(wanted)}")
 

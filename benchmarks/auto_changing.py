@@ -1,4 +1,4 @@
-"""``auto`` on a link that changes twice, beside plain DDP and each method that it may choose.
+"""``auto`` on a link that changes twice, beside DDP in 32 and 16 bits and what it may choose.
 
     python benchmarks/auto_changing.py             # needs Linux, root and iproute2
 
@@ -27,14 +27,15 @@ from models import MODELS, build
 from namespaces import Link, check_privileges, launch, network
 from network_methods import LIMIT, fit
 
-from lightning_gc.bench.baselines import PLAIN
+from lightning_gc.bench.baselines import FP16, PLAIN
 from lightning_gc.bench.method_run import StepTimer
 from lightning_gc.methods import plot_style
 from lightning_gc.methods.text_table import markdown
 
 WORKERS, MODEL = 2, "lstm8"
 LINKS = (Link(1000), Link(100), Link(10_000))
-ARMS = (PLAIN, *FIXED, *WORDS)
+TORCHS = (PLAIN, FP16)
+ARMS = (*TORCHS, *FIXED, *WORDS)
 
 
 class Course(StepTimer):
@@ -97,7 +98,7 @@ def table_of(runs: dict[str, Any], steps: int) -> str:
         name = f"auto, {arm}" if arm in WORDS else arm
         rows.append([name, *(f"{s:.1f}" for s in each), f"{sum(each):.1f}", looking])
     for word in WORDS:
-        fixed = [parts[a] for a in parts if a == PLAIN or a in ROUNDING or
+        fixed = [parts[a] for a in parts if a in TORCHS or a in ROUNDING or
                  (word == "feedback" and a in FIXED)]  # fmt: skip
         best = [min(column) for column in zip(*fixed, strict=True)]
         factor = sum(parts[word]) / sum(best) if word in parts else 0.0
@@ -118,10 +119,10 @@ def draw(runs: dict[str, Any], steps: int, path: Path) -> None:
         colours = iter(plot_style.SERIES)
         for arm, run in runs.items():
             ours = arm in WORDS
-            colour = next(colours) if ours or arm == PLAIN else plot_style.MUTED
+            colour = next(colours) if ours or arm in TORCHS else plot_style.MUTED
             smooth = [statistics.median(run["seconds"][max(0, i - 8) : i + 1])
                       for i in range(len(run["seconds"]))]  # fmt: skip
-            label = f"auto, {arm}" if ours else arm if arm == PLAIN else None
+            label = f"auto, {arm}" if ours else arm if arm in TORCHS else None
             above.plot(smooth, color=colour, lw=1.8 if ours else 0.8, label=label)
             if ours:
                 below.plot(run["names"][: len(smooth)], color=colour, lw=1.8)

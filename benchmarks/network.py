@@ -3,7 +3,7 @@
 Each worker is a process in a network namespace; the links are shaped. For every link and model one
 run takes all methods by turns, several times over: no synchronisation at all, which is the limit;
 plain DDP; torch's fp16 hook; torch's PowerSGD hook of rank 2 (in one bucket, for with several it
-can dead-lock over Gloo); with --grace DIR three of GRACE's; ours; and ours with local steps, whose
+can dead-lock over Gloo); ours; and ours with local steps, whose
 seconds and bytes are means over the steps from one exchange to the next. Lightning trains in all of
 them, with gradients as views of buckets. Loopback knows no congestion, and all workers share this
 machine's cores: ratios within a run are what counts. How far a step gets is another question, which
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from models import MODELS, build
 from namespaces import Link, check_privileges, launch, network, sent_bytes
-from network_methods import LIMIT, METHODS, check_methods, steps_between, train
+from network_methods import LIMIT, METHODS, steps_between, train
 
 from lightning_gc.bench.benchmark import COLUMNS, cells
 from lightning_gc.bench.method_run import WARMUP_STEPS, StepTimer
@@ -36,7 +36,6 @@ def turn(
     method: str,
     model: str,
     steps: int,
-    grace: Path | None = None,
     *,
     rate: float = 1.0,
     seed: int = 0,
@@ -47,7 +46,6 @@ def turn(
         method: one of ``METHODS``.
         model: one of ``MODELS``.
         steps: how many.
-        grace: a checkout of GRACE, for its methods.
         rate: times the model's learning rate.
         seed: of the weights, equal on all workers, and of the data.
     """
@@ -55,7 +53,7 @@ def turn(
     module, loader = build(model, steps, seed * dist.get_world_size() + dist.get_rank() + 1)
     module.rate *= rate
     watch = StepTimer(lambda _: sent_bytes())
-    train(method, module, loader, steps, [watch], clip=module.clip, grace=grace)
+    train(method, module, loader, steps, [watch], clip=module.clip)
     return watch
 
 
@@ -71,7 +69,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
             warmup = -(-WARMUP_STEPS // every) * every  # with an exchange, which makes buffers
             # With one more, which is not measured: bytes are read when a step begins.
             steps = warmup + rounds * every + 1
-            watch = turn(method, options.model[0], steps, options.grace)
+            watch = turn(method, options.model[0], steps)
             row, seconds = found[method], watch.seconds[warmup:]
             row["seconds"] += [
                 statistics.mean(seconds[start * every : (start + 1) * every])
@@ -106,13 +104,12 @@ def parse() -> argparse.Namespace:
     add("--methods", nargs="+", choices=METHODS, help="all that can be measured, if left out")
     add("--rounds", type=int, default=3, help="turns of each method")
     add("--steps", type=int, default=15, help="measured steps of a turn")
-    add("--grace", type=Path, metavar="DIR", help="a checkout of GRACE, to measure it too")
     add("--out", type=Path, default=dated_page.RESULTS, help="folder of the dated files")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 2:
         parser.error("--rounds must be at least 1 and --steps at least 2.")
-    options.methods = check_methods(parser, options.methods, options.grace)
+    options.methods = options.methods or METHODS
     return options
 
 
@@ -130,7 +127,6 @@ def main() -> None:
             for model in options.model:
                 arguments = ["--worker", f"--rounds={options.rounds}", f"--steps={options.steps}"]
                 arguments += ["--model", model, "--methods", *options.methods]
-                arguments += [f"--grace={options.grace}"] if options.grace else []
                 with network(workers, link) as spaces:
                     rows = summary(launch(__file__, arguments, spaces, timeout=3000))
                 found.append({"workers": workers, "link": str(link), "model": model, "rows": rows})

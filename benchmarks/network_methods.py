@@ -1,15 +1,12 @@
-"""What the network benchmark trains with: the limit, what torch and GRACE have, and ours."""
+"""Strategies of the network benchmark: the limit, torch's own, and ours."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from grace import HELPER, SETTINGS, GraceStrategy, has_grace
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
@@ -67,7 +64,7 @@ LOCAL: dict[str, tuple[Compressor, int, int]] = {
 }
 """Local steps: compressor, H and delay."""
 POST_LOCAL, PERIOD = "torch post-local SGD, every 8 steps", 8
-METHODS = [*BASELINES, POST_LOCAL, *SETTINGS, *OURS, *LOCAL]
+METHODS = [*BASELINES, POST_LOCAL, *OURS, *LOCAL]
 
 
 def steps_between(method: str) -> int:
@@ -77,25 +74,8 @@ def steps_between(method: str) -> int:
     return PERIOD if method == POST_LOCAL else 1
 
 
-def check_methods(
-    parser: argparse.ArgumentParser, chosen: list[str] | None, grace: Path | None
-) -> list[str]:
-    """Return the methods to measure; leave with a sentence if GRACE is among them but not here."""
-    if grace is not None and not has_grace(grace):
-        parser.error(f"--grace {grace}: no {HELPER} in it; give the folder of a checkout.")
-    if grace is None and any(method in SETTINGS for method in chosen or ()):
-        parser.error("GRACE's methods need a checkout of it: --grace DIR.")
-    possible = [m for m in METHODS if grace is not None or m not in SETTINGS]
-    return chosen or possible
-
-
-def make_strategy(method: str, grace: Path | None = None) -> Any:
-    """Return a new strategy.
-
-    Args:
-        method: one of ``METHODS``.
-        grace: a checkout of GRACE, for its methods.
-    """
+def make_strategy(method: str) -> Any:
+    """Return a new strategy of one of ``METHODS``."""
     settings: dict[str, Any] = {
         "process_group_backend": "gloo",
         "timeout": LIMIT,
@@ -112,8 +92,6 @@ def make_strategy(method: str, grace: Path | None = None) -> Any:
         return HookStrategy(hook, ddp_comm_state=state, model_averaging_period=PERIOD, **settings)
     if method in BASELINES:
         return baseline_strategy(method, **settings)
-    if grace is not None and method in SETTINGS:
-        return GraceStrategy(grace, method, **settings)
     compressor, more = OURS[method]
     return CompressedDDPStrategy(compressor, **settings, **more)
 
@@ -126,13 +104,12 @@ def train(
     callbacks: list[Callback],
     *,
     clip: float | None = None,
-    grace: Path | None = None,
 ) -> None:
     """Train with a method as one of the workers, each a node; wait until all have done so.
 
     Without synchronisation every worker trains alone.
     """
-    strategy = make_strategy(method, grace)
+    strategy = make_strategy(method)
     fit(strategy, module, loader, steps, callbacks, clip=clip, alone=method == NONE)
 
 

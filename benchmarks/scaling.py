@@ -16,19 +16,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import dated_page
 import namespaces
 import torch
+import torch.distributed as dist
 from dated_page import say
-from scaling_plot import draw
-from scaling_runs import SMALL, on_loopback, work
+from matplotlib.figure import Figure
 
 from lightning_gc import (
     QSGD,
@@ -41,11 +45,24 @@ from lightning_gc import (
     TopK,
     TwoShot,
 )
-from lightning_gc.advice.traces import Asked, Pattern, Shapes, Trace, dense, pattern, trace
+from lightning_gc.advice.traces import (
+    Asked,
+    Pattern,
+    Shapes,
+    Trace,
+    dense,
+    engines,
+    gradient,
+    pattern,
+    trace,
+)
 from lightning_gc.compressors import Compressor
+from lightning_gc.methods import plot_style
 from lightning_gc.methods.plot_style import FAMILIES, SERIES
 from lightning_gc.methods.text_table import markdown
 from lightning_gc.schemes import Scheme
+from lightning_gc.transports.accounting import Recording
+from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.link import Link, alike
 
 FULL: Shapes = {
@@ -279,6 +296,120 @@ def data(traces: Any, patterns: dict[Key, Pattern], checks: Any) -> dict[str, An
         },
         "checks": [{"mbit": mbit, "lines": lines} for mbit, lines in checks],
     }
+
+
+LIMIT = timedelta(seconds=120)
+SMALL = "8 bytes"
+
+
+def work(
+    configurations: Mapping[str, tuple[Compressor, Scheme]], shapes: Shapes, repeat: int
+) -> dict[str, dict[str, float]]:
+    """Be one worker; return the seconds and bytes of a step of each configuration.
+
+    The steps are those of ``traces.trace``: the same gradients, the same errors.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=LIMIT)
+    worker, workers = dist.get_rank(), dist.get_world_size()
+    tiny = torch.ones(2)
+    found = {SMALL: {"seconds": _median(lambda: dist.all_reduce(tiny), 50), "sent": 8.0}}
+    flat = gradient(shapes, worker)
+    for name, (compressor, scheme) in configurations.items():
+        (engine,) = engines(compressor, scheme, workers, [worker])
+        recording = Recording(Distributed())
+        sent: list[float] = []
+        seconds: list[float] = []
+        for _ in range(1 + repeat):
+            own = flat.clone()
+            dist.barrier()
+            started = time.perf_counter()
+            with torch.no_grad():
+                recording.run(engine.flow(own, shapes), own.device)
+            seconds.append(time.perf_counter() - started)
+            engine.advance()
+            sent.append(recording.take().wire_bytes)
+        found[name] = {"seconds": statistics.median(seconds[1:]), "sent": sent[-1]}
+    dist.destroy_process_group()
+    return found
+
+
+def _median(function: Callable[[], Any], repeat: int) -> float:
+    seconds = []
+    for _ in range(repeat):
+        dist.barrier()
+        started = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def on_loopback(script: str, arguments: list[str], workers: int, timeout: float) -> list[Any]:
+    """Run a script in so many processes; return what each wrote into the folder given as --out.
+
+    Raises:
+        RuntimeError: it failed; the end of its output says why.
+        subprocess.TimeoutExpired: it took too long; torchrun and its workers are gone then.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={workers}", script, *arguments, f"--out={folder}"]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        if done.returncode:
+            raise RuntimeError(f"{workers} workers failed: {done.stderr[-2000:]}")
+        return [json.loads(Path(folder, f"{i}.json").read_text()) for i in range(workers)]
+
+
+DASHES = ("-", "--", ":", "-.")
+
+
+def draw(
+    path: Path,
+    workers: Sequence[int],
+    links: Mapping[str, Mapping[tuple[str, str], Sequence[float]]],
+    colours: Mapping[str, str],
+) -> None:
+    """Write a panel per link.
+
+    Args:
+        path: of the SVG.
+        workers: W of the points.
+        links: by link, then by (compressor, scheme): how many times faster than dense.
+        colours: of the compressors.
+    """
+    names = [key for lines in links.values() for key in lines]
+    dashes = dict(zip(dict.fromkeys(s for _, s in names), DASHES, strict=False))
+
+    def panels(figure: Figure) -> None:
+        figure.set_size_inches(plot_style.WIDTH, 1.2 + 2.6 * len(links))
+        axes = figure.subplots(len(links), sharex=True, squeeze=False)[:, 0]
+        for axis, (link, lines) in zip(axes, links.items(), strict=True):
+            every = [value for values in lines.values() for value in values]
+            low, high = max(min(every) * 0.8, 1e-3), max(max(every) * 1.3, 1.5)
+            axis.axhspan(low, 1, color=plot_style.SHADE, zorder=0)
+            place = {"transform": axis.transAxes, "color": plot_style.MUTED}
+            axis.text(0.02, 0.05, "slower than dense", **place)
+            for (compressor, scheme), values in lines.items():
+                axis.plot(workers, values, dashes[scheme], color=colours[compressor], lw=1.6)
+            plot_style.plain_log(axis.yaxis)
+            axis.set(xscale="log", ylim=(low, high), title=link, ylabel="times faster")
+            axis.set_xticks([2, 8, 32, 128, 512], ["2", "8", "32", "128", "512"])
+            axis.minorticks_off()
+        axes[-1].set_xlabel("workers")
+        for name in dict.fromkeys(compressor for compressor, _ in names):
+            axes[0].plot([], [], color=colours[name], lw=3, label=name)
+        for name, style in dashes.items():
+            axes[0].plot([], [], style, color=plot_style.INK, label=name)
+        plot_style.legend(figure)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(plot_style.svg(panels, "scaling"))
 
 
 def parse() -> argparse.Namespace:

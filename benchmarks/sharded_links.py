@@ -10,10 +10,13 @@ take turns. All ranks share this machine's cores: ratios in a table are what cou
 
 Two nodes of two ranks: by DDP, by torch's HSDP with gradients reduced in float32 and in bfloat16,
 and with what replicas or nodes exchange compressed by ``attach``; sharded within nodes without any
-exchange between them is the limit. ``--fsdp``, four nodes of one rank: by FSDP2, and with its
-gradients and weights compressed by ``attach``. Gloo reduce-scatters by an all-reduce, so FSDP2
-itself sends a third more here than over NCCL. ``--tensor-parallel``, two nodes whose two ranks have
-the feed-forward layers together and copies of the rest: by torch, and compressed by ``attach``.
+exchange between them is the limit. DDP has torch's fp16 hook too.
+
+``--fsdp``, four nodes of one rank: by FSDP2, and with its gradients and weights compressed by
+``attach``. Gloo reduce-scatters by an all-reduce, so FSDP2 itself sends a third more here than over
+NCCL. ``--tensor-parallel``, two nodes whose two ranks have the feed-forward layers together and
+copies of the rest: by torch, with gradients reduced in float32 and in bfloat16, and compressed by
+``attach``.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ import torch.distributed as dist
 from models import MODELS, build
 from namespaces import Link, check_privileges, launch, network, sent_bytes
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
@@ -79,16 +83,28 @@ def on_all_ranks(dtype: torch.dtype | None = None) -> Callable[[Any], Any]:
     return shard
 
 
-def cut(model: Any) -> Any:
-    """Cut feed-forward layers over the ranks of a node, and let the nodes be replicas."""
-    names = ("replicate", "shard", "tensor")
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
-    for part in model.blocks.layers:
-        plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
-        parallelize_module(part, mesh["tensor"], plan)
-    for part in (*model.blocks.layers, model):
-        fully_shard(part, mesh=mesh["replicate", "shard"])
-    return model
+def cut(dtype: torch.dtype | None = None) -> Callable[[Any], Any]:
+    """Return what cuts feed-forward layers over the ranks of a node; nodes are replicas."""
+
+    def shard(model: Any) -> Any:
+        names = ("replicate", "shard", "tensor")
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+        for part in model.blocks.layers:
+            plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+            parallelize_module(part, mesh["tensor"], plan)
+        policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+        for part in (*model.blocks.layers, model):
+            fully_shard(part, mesh=mesh["replicate", "shard"], mp_policy=policy)
+        return model
+
+    return shard
+
+
+def hooked(model: nn.Module) -> DistributedDataParallel:
+    """Return the model in DDP with torch's fp16 hook; over Gloo it has no bf16 hook."""
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return ddp
 
 
 Way = tuple[Callable[[Any], Any], Compressor | None, dict[str, Any]]
@@ -99,6 +115,7 @@ HSDP: dict[str, Way] = {
     "sharded within nodes, nothing between": (in_shards(1), None, {}),
     "DDP": (DistributedDataParallel, None, {}),
     "torch's HSDP, bfloat16": (in_shards(2, BFLOAT16), None, {}),
+    "DDP, fp16 hook": (hooked, None, {}),
     "DDP, TopK(0.01)": (DistributedDataParallel, TOPK, {}),
     "DDP in nodes, TopK(0.01)": (DistributedDataParallel, TOPK, IN_NODES),
     "DDP in nodes, QSGD(4)": (DistributedDataParallel, QSGD(4), IN_NODES),
@@ -120,10 +137,11 @@ FSDP: dict[str, Way] = {
     ),
 }
 TENSOR_PARALLEL: dict[str, Way] = {
-    "torch": (cut, None, {}),
-    "TopK(0.01)": (cut, TOPK, {}),
-    "QSGD(4)": (cut, QSGD(4), {}),
-    "PowerSGD(2)": (cut, PowerSGD(2), {}),
+    "torch": (cut(), None, {}),
+    "torch, bfloat16": (cut(BFLOAT16), None, {}),
+    "TopK(0.01)": (cut(), TOPK, {}),
+    "QSGD(4)": (cut(), QSGD(4), {}),
+    "PowerSGD(2)": (cut(), PowerSGD(2), {}),
 }
 KINDS = {"": HSDP, "--fsdp": FSDP, "--tensor-parallel": TENSOR_PARALLEL}
 
@@ -136,11 +154,13 @@ def by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
     return list(found.values())
 
 
-def turn(way: Way, steps: int) -> dict[str, list[float]]:
-    """Train for so many steps after the warm-up; return seconds, and the node's bytes, of each."""
+def turn(way: Way, steps: int, own: int) -> dict[str, list[float]]:
+    """Train for so many steps after the warm-up; return seconds, and the node's bytes, of each.
+
+    ``own``: number of this rank's data.
+    """
     wrap, compressor, given = way
     torch.manual_seed(0)
-    own = dist.get_rank() // 2 if wrap is cut else dist.get_rank()
     module, loader = build("gpt", WARMUP + steps, own)
     optimizer_of, rate, clip = module.optimizer, module.rate, module.clip
     model = wrap(module.net)
@@ -178,10 +198,11 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all ways by turns, in one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=LIMIT)
+    own = dist.get_rank() // (2 if options.kind == "--tensor-parallel" else 1)
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(options.rounds):
         for name, way in KINDS[options.kind].items():
-            for figure, values in turn(way, options.steps).items():
+            for figure, values in turn(way, options.steps, own).items():
                 found.setdefault(name, {}).setdefault(figure, []).extend(values)
     dist.destroy_process_group()
     return found

@@ -97,10 +97,11 @@ def cpu() -> str:
 
 
 def gpu_costs(page: Path) -> dict[str, Any]:
-    """Return the milliseconds of a step of GPT-2 that a page of ``gpu_step.py`` has."""
+    """Return the GPU's milliseconds of a step of GPT-2 that a page of ``gpu_step.py`` has."""
     text = page.read_text()
     rows = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
-    known = {row[0]: row[1] for row in rows}
+    place = next(i for i, name in enumerate(rows[0]) if name.startswith("ms"))
+    known = {row[0]: row[place] for row in rows}
     first = text.partition(" on ")[2].partition(":")[0]
     return {
         "machine": f"{' '.join(first.split())} (benchmarks/results/{page.name})",
@@ -200,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--repeats", type=int, default=5, help="of each measurement (default: %(default)s)")
     add("--more", action="store_true", help="keep the file's seconds where they are less")
-    page = dated_page.RESULTS / "gpu_step_20261123.md"
+    page = dated_page.RESULTS / "gpu_step_20261126.md"
     add("--gpu-page", type=Path, default=page, help="of gpu_step.py (default: %(default)s)")
     add("--check", type=Path, metavar="FILE", help="figures of network.py, as JSON")
     add("--out", type=Path, default=dated_page.RESULTS, help="folder")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from dated_page import RESULTS, title, write
 from models import MODELS
 from namespaces import Link, check_privileges, launch, network
-from network_methods import LIMIT, METHODS, check_methods
+from network_methods import LIMIT, METHODS
 
 from lightning_gc.bench.baselines import NONE, PLAIN
 from lightning_gc.methods.text_table import markdown
@@ -47,7 +47,7 @@ def work(options: argparse.Namespace) -> Fits:
     found = {}
     for rate in options.rates:
         for seed in options.seeds:
-            watch = bench.turn(method, model, options.limit, options.grace, rate=rate, seed=seed)
+            watch = bench.turn(method, model, options.limit, rate=rate, seed=seed)
             found[key(rate, seed)] = watch.losses
     dist.destroy_process_group()
     return found
@@ -97,7 +97,6 @@ class Results:
             arguments += [f"--limit={self._options.limit}"]
             arguments += ["--model", *self._options.model, "--rates", *map(str, missing)]
             arguments += ["--seeds", *map(str, seeds)]
-            arguments += [f"--grace={self._options.grace}"] if self._options.grace else []
             with network(WORKERS, Link()) as spaces:
                 answers = launch(__file__, arguments, spaces, timeout=7200)
             for name in answers[0]:
@@ -174,7 +173,6 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", nargs=1, choices=MODELS, default=["lstm8"])
     add("--methods", nargs="+", choices=METHODS, help="all that can be measured, if left out")
-    add("--grace", type=Path, metavar="DIR", help="a checkout of GRACE, to measure it too")
     add("--steps", type=int, default=200, help="of plain DDP, whose loss is the target")
     add("--limit", type=int, default=300, help="steps after which a method has not reached it")
     newest = max(RESULTS.glob("network_*.json"), default=RESULTS / "network.json")
@@ -187,8 +185,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if not WINDOW <= options.steps <= options.limit:
         parser.error(f"--steps must be at least {WINDOW} and at most --limit.")
-    chosen = check_methods(parser, options.methods, options.grace)
-    options.methods = [method for method in chosen if method != NONE]
+    options.methods = [method for method in options.methods or METHODS if method != NONE]
     return options
 
 

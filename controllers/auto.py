@@ -154,13 +154,14 @@ class Auto(Controller):
             "short": 0,  # steps of a run that is too short for a look
             "took": 0.0,  # median seconds of a step in the last window
             "dense": 0.0,  # of an uncompressed one
+            "sixteen": ["", 0.0],  # name of 16 bits, and predicted or measured seconds with them
             "dense_bytes": 0.0,
             "bytes": 0.0,
             "permitted": [],
         }
 
     def decide(self, observation: Observation, state: State) -> tuple[Decision, State]:
-        new: State = {"short": 0} | state  # "short" is absent in older checkpoints
+        new: State = {"short": 0, "sixteen": ["", 0.0]} | state  # absent in older checkpoints
         given = observation.each_step
         skipped = min(new["skip"], len(given))
         new["skip"] -= skipped
@@ -197,7 +198,7 @@ class Auto(Controller):
         said = f"auto: {name} at the end, {took:.3g} s per step"
         if state["level"] is not None:
             said += (
-                f" where uncompressed ones had taken {dense:.3g} s, and "
+                f" where uncompressed ones had taken {dense:.3g} s{_beside(name, state)}, and "
                 f"{state['bytes'] / 1e6:.3g} MB in place of {state['dense_bytes'] / 1e6:.3g}"
             )
         others = ", ".join(each for each in state["permitted"] if each != name)
@@ -229,6 +230,7 @@ class Auto(Controller):
             out = _COARSE if self.allow == "rounding" and not fine else ()
             new["queue"] = [each for each in found if each[1] not in out]
             new["permitted"] = [each[1] for each in new["queue"] if each[0] is not None]
+            new["sixteen"] = [observation.weighed.sixteen, 0.0]
             new["spent"] += observation.weighed.seconds
             new["seconds"] += observation.weighed.seconds
         if not _enough(new["seen"]) or not new["queue"]:
@@ -240,6 +242,8 @@ class Auto(Controller):
             new["dense"] = now.median
         new["base"] = [new["level"], new["name"], list(now)]
         predicted = [[level, name, now.median + more] for level, name, more in new["queue"]]
+        half = (each[1:] for each in predicted if each[1] == new["sixteen"][0])
+        new["sixteen"] = next(half, ["", 0.0])
         new["queue"] = sorted(
             (
                 each
@@ -273,6 +277,8 @@ class Auto(Controller):
         new["tried"] = [*new["tried"], trial]
         if new["level"] is None:
             new["dense"] = trial[2][1]
+        elif new["name"] == new["sixteen"][0]:
+            new["sixteen"] = [new["name"], trial[2][1]]
         return self._try(new)
 
     def _settle(self, new: State) -> tuple[Decision, State]:
@@ -294,6 +300,7 @@ class Auto(Controller):
             )
             took = spread[1]
             why = f"a step takes {took:.3g} s in place of {base.median:.3g} s ({new['base'][1]})"
+            why += _beside(name, new)
         elif noisy:
             why = (
                 f"steps differ too much to tell whether {noisy[0][1]} is faster: "
@@ -376,6 +383,12 @@ def _enough(seconds: Sequence[float]) -> bool:
         return False
     low, _, high = Spread.of(seconds)
     return len(seconds) >= MOST or high <= ALIKE * low
+
+
+def _beside(name: str, state: State) -> str:
+    """Return what a step with 16 bits takes, unless they are the choice or were not weighed."""
+    half, seconds = state.get("sixteen", ("", 0.0))
+    return f" or {seconds:.3g} s ({half}, 16 bits)" if half not in ("", name) else ""
 
 
 def _missing(state: State) -> int:

@@ -78,10 +78,12 @@ class Weighed(NamedTuple):
     Attributes:
         seconds: that it took to find this out, between two steps.
         candidates: one for each choice, in the order of their levels; the last one is uncompressed.
+        sixteen: name of the choice that sends 16 bits of each element, as a hook of torch does.
     """
 
     seconds: float
     candidates: tuple[Candidate, ...]
+    sixteen: str = ""
 
 
 @dataclass(frozen=True)

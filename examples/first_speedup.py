@@ -3,10 +3,10 @@
     python examples/first_speedup.py                            # a transformer at 200 Mbit/s
     python examples/first_speedup.py --model images --mbit 1000 --after compressed_ddp_topk
 
-Two processes train twice over a link that this program makes and slows down: first with plain DDP,
-then with the strategy of your choice. That needs Linux, root and iproute2. Elsewhere one process
-simulates both workers and predicts the seconds. The last lines are a table; the losses over time go
-to first_speedup.png, if matplotlib is installed.
+Two processes train three times over a link that this program makes and slows down: with plain DDP,
+with torch's 16-bit hook, and with the strategy of your choice. That needs Linux, root and iproute2.
+Elsewhere one process simulates both workers and predicts the seconds. The last lines are a table;
+the losses over time go to first_speedup.png, if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ from pytorch_lightning.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gc import CompressionMonitor, NetworkModel, SimulatedDDPStrategy
+from lightning_gc import Cast, CompressionMonitor, NetworkModel, SimulatedDDPStrategy
+from lightning_gc.bench.baselines import FP16, baseline_strategy
 
 WORKERS, WORDS, LENGTH = 2, 8_000, 32
 INTERFACE, ADDRESS, PORT = "gc0", "10.77.2.", "29500"  # inside the namespaces only
+HOOK = "ddp_fp16_hook"
 SPENT = ("compute_seconds", "compress_seconds", "decode_seconds", "communication_seconds_estimated")
 
 
@@ -179,7 +181,7 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     watch, number = Watch(), int(os.environ["NODE_RANK"])
     train(
-        options.work,
+        baseline_strategy(FP16, "gloo") if options.work == HOOK else options.work,
         options,
         options.steps,
         worker=number,
@@ -258,9 +260,9 @@ def may_make_links(mbit: float) -> bool:
 def predict(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train with two simulated workers; return predicted seconds of a step in the second epoch."""
     watch, method = Watch(), name.removeprefix("compressed_").removeprefix("ddp").strip("_")
-    strategy = SimulatedDDPStrategy(
-        method or "identity", workers=WORKERS, network=NetworkModel(options.mbit / 1000)
-    )
+    compressor = Cast("float16") if name == HOOK else method or "identity"
+    network = NetworkModel(options.mbit / 1000)
+    strategy = SimulatedDDPStrategy(compressor, workers=WORKERS, network=network)
     callbacks = [watch, CompressionMonitor()]
     trainer = train(strategy, options, WORKERS * options.steps, callbacks=callbacks)
     epoch = {n: float(v) for n, v in trainer.callback_metrics.items()}
@@ -277,7 +279,8 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 
     def panel(figure: Figure) -> None:
         axes = figure.subplots()
-        for run, colour in zip(runs, (plot_style.MUTED, plot_style.SERIES[0]), strict=True):
+        colours = (plot_style.MUTED, plot_style.PEER, plot_style.SERIES[0])
+        for run, colour in zip(runs, colours, strict=True):
             axes.plot(run["seconds"], run["losses"], color=colour, lw=2, label=run["strategy"])
         axes.set(xlabel="seconds", ylabel="training loss")
         axes.legend(frameon=False)
@@ -336,17 +339,20 @@ def main() -> None:
     if not real and not options.simulate:
         say("No link can be made here: that needs Linux, root and iproute2. Seconds are predicted.")
     how = "Two processes train" if real else "One process simulates two workers that train"
-    say(f"{how} {options.steps} steps twice, over a link of {options.mbit:g} Mbit/s.")
+    say(f"{how} {options.steps} steps three times, over a link of {options.mbit:g} Mbit/s.")
     runs = []
-    for name in ("ddp", options.after):
+    for name in ("ddp", HOOK, options.after):
         say(f"Training with strategy={name!r} ...")
         runs.append((measure if real else predict)(name, options))
     say(f"\n{'strategy':24} {'s/step':>8} {'MB/step':>8} {'loss':>8}")
     for run in runs:
         say(f"{run['strategy']:24} {run['step']:8.3f} {run['bytes'] / 1e6:8.2f} {run['loss']:8.3f}")
-    before, after = runs
-    times, less = before["step"] / after["step"], before["bytes"] / after["bytes"]
-    say(f"\nA step is {times:.2f} times as fast, with {less:.1f} times fewer bytes.")
+    *others, after = runs
+    say("")
+    for each in others:
+        times, less = each["step"] / after["step"], each["bytes"] / after["bytes"]
+        how = f"{times:.2f} times as fast, with {less:.1f} times fewer bytes"
+        say(f"Compared with {each['strategy']} a step is {how}.")
     try:
         draw(runs, options.picture)
     except ImportError:

@@ -206,15 +206,17 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
 def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], methods: str) -> None:
     measured = "YAML as for lightning-gc fit. Of its section tune, only the methods are read"
-    add = command(
+    bench = command(
         _bench,
         "seconds per step on your machines and model, compared with plain DDP and torch's hooks",
         "Compare seconds, bytes and loss per step: without synchronisation, with plain DDP, with "
-        "torch's fp16 and PowerSGD hooks, and with compression. Methods take turns. Start it on "
-        "all workers, by torchrun.",
+        "torch's 16-bit and PowerSGD hooks, and with compression. Methods take turns. Start it on "
+        "all workers, by torchrun. With --replay it needs no file and no GPU: computation is "
+        "slept, and messages are sent.",
         _UNKEPT,
-    ).add_argument
-    add("config", type=Path, help=measured)
+    )
+    add = bench.add_argument
+    add("config", type=Path, nargs="?", help=f"{measured}. Leave it out to replay")
     fields = " with fields, memory and scheme: topk:density=0.001,scheme=two_shot (default: %s)"
     four = "cast, qsgd, topk, topk:value_dtype=bfloat16,scheme=sparse_reduce"
     add("--compressor", nargs="+", metavar="NAME", help=methods + fields % four)
@@ -223,6 +225,9 @@ def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], metho
     add("--timeout", type=float, default=120, help="seconds of a collective (default: %(default)s)")
     add("--find-unused-parameters", action="store_true", help="set it for all methods, as for DDP")
     add("--out", type=_folder, default=Path("runs", "bench"), help="folder (default: %(default)s)")
+    group = bench.add_argument_group("without a file")
+    group.add_argument("--replay", action="store_true", help="replay a described training")
+    _add_description(group.add_argument)
 
     advise = command(
         _advise,
@@ -230,7 +235,7 @@ def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], metho
         "Say whether compression would make training faster, and with which method. With a file, "
         "measure the link, the model and the best methods. Start it on all workers, by torchrun. "
         "Without a file, predict from a description, in seconds and on one machine: "
-        "lightning-gc advise --params 124M --step-ms 45 --link 1gbit --workers 4.",
+        "lightning-gc advise --params 124M --step-ms 45 --gpu --link 1gbit --workers 4.",
         _UNKEPT,
     )
     add = advise.add_argument
@@ -256,11 +261,16 @@ def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], metho
     add("--out", type=_folder, help=f"folder (default: {Path('runs', 'advice')})")
     group = advise.add_argument_group("without a file")
     add = group.add_argument
+    _add_description(add)
+    add("--latency-us", type=float, metavar="US", help="of a message, in µs (default: 50)")
+
+
+def _add_description(add: Callable[..., argparse.Action]) -> None:
     add("--params", metavar="N", help="number of parameters, such as 124M or 1.1B")
     add("--model", metavar="NAME", help="gpt2, resnet50 or llama-1b, in place of --params")
     add("--step-ms", type=float, metavar="MS", help="time of a step on one worker, in ms")
-    add("--latency-us", type=float, metavar="US", help="of a message, in µs (default: 50)")
-    add("--gpu", action="store_true", help="the workers are GPUs (default: CPUs)")
+    add("--gpu", action="store_true", help="compression takes as long as on a GPU (default: a CPU)")
+    add("--codec-ms", type=float, metavar="MS", help="compression takes so long in a step")
 
 
 def _add_check(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -372,7 +382,25 @@ def _schema(options: argparse.Namespace) -> int:
     return OK
 
 
+def _told(options: argparse.Namespace) -> dict[str, object]:
+    """Return the options that describe a training, by name."""
+    told = {"--params": options.params, "--model": options.model, "--step-ms": options.step_ms}
+    return told | {"--gpu": options.gpu or None, "--codec-ms": options.codec_ms}
+
+
+_TOLD = "describes a training without a file. Leave out one of the two"
+
+
 def _bench(options: argparse.Namespace) -> int:
+    if options.replay:
+        _refuse_given({str(options.config): options.config}, "is not read in a --replay")
+        from lightning_gc.advice.replay import run
+
+        run(options)
+        return OK
+    if options.config is None:
+        raise ValueError("bench needs a file such as train.yaml, or --replay and a description.")
+    _refuse_given(_told(options), _TOLD)
     from lightning_gc.methods.sections import read_known
 
     read_known(options.config, ("model",))
@@ -387,8 +415,6 @@ def _advise(options: argparse.Namespace) -> int:
     measured = {"--budget-seconds": options.budget_seconds, "--timeout": options.timeout}
     measured |= {"--out": options.out, "--predict-only": options.predict_only or None}
     measured |= {"--find-unused-parameters": options.find_unused_parameters or None}
-    told = {"--params": options.params, "--model": options.model, "--step-ms": options.step_ms}
-    told |= {"--latency-us": options.latency_us, "--gpu": options.gpu or None}
     if options.config is None:
         _refuse_given(measured, "is for a measurement, which needs a file such as train.yaml")
         from lightning_gc.advice.description import described
@@ -398,7 +424,7 @@ def _advise(options: argparse.Namespace) -> int:
 
         what_if.run(case, options.model)
         return OK
-    _refuse_given(told, "describes a training without a file. Leave out one of the two")
+    _refuse_given(_told(options) | {"--latency-us": options.latency_us}, _TOLD)
     from lightning_gc.methods.sections import read_known
 
     read_known(options.config, ("model",))

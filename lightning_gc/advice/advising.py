@@ -85,9 +85,9 @@ class Advice:
         path.write_text(text, encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw a step with plain DDP above one with the best row, as predicted."""
+        """Draw a step with plain DDP, torch's 16-bit hook and the best row, as predicted."""
         best = self.suggestion() or next(iter(prediction.shortlist(self.rows, 1)), None)
-        steps = {row.name: row.drawn for row in self.rows if row.name == PLAIN and row.drawn}
+        steps = {row.name: row.drawn for row in report.plain_rows(self.rows) if row.drawn}
         if best is not None and best.drawn is not None and best.method in self.methods:
             steps[best.name] = best.drawn
         report.plot(Path(path), steps, self.situation.module.step)
@@ -177,16 +177,15 @@ def advise(
             measured = session.measure(rows)
     verdict = untuned = None
     if measured:
-        ours = {name: row for name, row in measured.items() if name != session.hook}
-        ranked = [row for row in prediction.shortlist(rows, len(rows)) if row.name in ours]
+        ranked = [row for row in prediction.shortlist(rows, len(rows)) if row.name in measured]
         sixteen = next(
             (row.name for row in ranked if row.method == prediction.SIXTEEN), prediction.SIXTEEN
         )
-        verdict = report.judge(ours, PLAIN, sixteen, situation.module.step)
+        verdict = report.judge(measured, PLAIN, sixteen, situation.module.step, hook=session.hook)
         kept = [row.name for row in ranked if report.keeps_settings(chosen, row)]
         if kept:
-            ours = {name: ours[name] for name in (PLAIN, *kept)}
-            untuned = report.judge(ours, PLAIN, sixteen, situation.module.step)
+            ours = {name: measured[name] for name in (PLAIN, session.hook, *kept)}
+            untuned = report.judge(ours, PLAIN, sixteen, situation.module.step, hook=session.hook)
     nodes = worker.world_size // worker.local_world_size
     return Advice(
         tuple(rows),

@@ -17,6 +17,8 @@ Shapes = dict[str, tuple[int, ...]]
 """Name -> shape of each parameter."""
 SIXTEEN = "cast"
 """The method of 16 bits, which is always compared."""
+PLAIN, HOOK = "plain DDP", "torch bf16 hook"
+"""Names of torch's own 32 and 16 bits, as in ``bench.baselines``, which imports Lightning."""
 METHODS = (
     SIXTEEN,
     "qsgd",
@@ -27,7 +29,7 @@ METHODS = (
     "powersgd:rank=2",
 )
 """Candidates if the caller names none."""
-EXAMPLE = "lightning-gc advise --params 124M --step-ms 45 --link 1gbit --workers 4"
+EXAMPLE = "lightning-gc advise --params 124M --step-ms 45 --gpu --link 1gbit --workers 4"
 LATENCY_US = 50.0
 """Microseconds of a message, if the user gives none: a switched Ethernet."""
 MATRICES = 48
@@ -104,6 +106,7 @@ class Description:
         gpu: take the costs of compression on a GPU.
         overlap: whether the exchange may overlap with the backward pass.
         chosen: methods to predict; empty: all with shipped costs.
+        codec: seconds of compression in a step, in place of shipped costs; None: as shipped.
     """
 
     shapes: Shapes
@@ -113,6 +116,7 @@ class Description:
     gpu: bool = False
     overlap: bool = True
     chosen: tuple[str, ...] = ()
+    codec: float | None = None
 
     @property
     def parameters(self) -> int:
@@ -121,7 +125,7 @@ class Description:
 
 
 def described(options: argparse.Namespace) -> Description:
-    """Return the case that the command's options describe.
+    """Return the case that the options of ``advise``, or of a replay, describe.
 
     Raises:
         ValueError: an option is missing, mistyped or contradicts another one.
@@ -135,21 +139,22 @@ def described(options: argparse.Namespace) -> Description:
     missing = [name for name, value in given.items() if value is None]
     if missing:
         refuse(
-            f"advise needs a file such as train.yaml, or a description of the training. The "
+            f"A file such as train.yaml is missing, or a description of the training. The "
             f"description lacks {', '.join(missing)}. Write, for example, {EXAMPLE}"
         )
     chosen = tuple(options.methods or ())
     for name in chosen:
         if name not in METHODS:
             refuse(
-                f"--methods {name}: it has no shipped costs{did_you_mean(name, METHODS)}. Choose "
+                f"{name}: it has no shipped costs{did_you_mean(name, METHODS)}. Choose "
                 f"from {', '.join(METHODS)}, or measure it with a file such as train.yaml"
             )
     if options.params and options.model:
         refuse("Give --params or --model, not both")
     latency = LATENCY_US if options.latency_us is None else options.latency_us
-    for name, value in (("--step-ms", options.step_ms), ("--latency-us", latency)):
-        if not 0 < value < math.inf:
+    spent = {"--step-ms": options.step_ms, "--latency-us": latency, "--codec-ms": options.codec_ms}
+    for name, value in spent.items():
+        if value is not None and not 0 < value < math.inf:
             refuse(f"{name} {value:g}: must be above 0, and finite")
     if options.workers < 2:
         refuse(f"--workers {options.workers}: at least 2 exchange gradients")
@@ -160,6 +165,7 @@ def described(options: argparse.Namespace) -> Description:
         link=link_of(options.link, latency),
         gpu=options.gpu,
         chosen=chosen,
+        codec=None if options.codec_ms is None else options.codec_ms * 1e-3,
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_gc.advice.costs import Costs, bucket_trace
+from lightning_gc.advice.description import HOOK, PLAIN
 from lightning_gc.advice.description import METHODS as METHODS
 from lightning_gc.advice.description import SIXTEEN as SIXTEEN
 from lightning_gc.advice.traces import Trace, dense
@@ -28,7 +29,7 @@ class Prediction:
 
     Attributes:
         name: as tables show it.
-        method: name of a method; None is plain DDP.
+        method: name of a method; None is plain DDP, or torch's 16-bit hook.
         bucket_cap_mb: as for DDP; None is its default.
         whole: parameters that a plan sends uncompressed, though the method would compress them.
         every: H of local steps; 1 exchanges in every step.
@@ -63,6 +64,8 @@ class Situation:
         links: between them.
         contention: as for ``timeline``.
         overhead: as for ``timeline``: of DDP's wrapper, which local steps do not use.
+        hook: name of torch's 16-bit hook.
+        sixteen: share of the gradients' bytes that it sends.
     """
 
     module: Module
@@ -76,21 +79,33 @@ class Situation:
     links: Links
     contention: float = 0.0
     overhead: float = 0.0
+    hook: str = HOOK
+    sixteen: float = 0.5
 
-    def step(self, cap: float | None, traces: Sequence[Trace] | None = None) -> Timeline:
-        """Return the timeline of a step.
+    def buckets(
+        self, cap: float | None, traces: Sequence[Trace] | None = None, share: float = 1.0
+    ) -> list[tuple[float, Trace]]:
+        """Return when each bucket is ready, and its exchange.
 
         Args:
             cap: ``bucket_cap_mb``.
-            traces: of the method, one per segment; None: plain DDP, which computes nothing.
+            traces: of the method, one per segment; None: an all-reduce, which computes nothing.
+            share: of the gradients' bytes that the all-reduce sends.
         """
-        works = []
+        found = []
         for bucket in layout(self.nbytes, caps(cap)):
             if traces is None:
-                whole = dense(sum(self.nbytes[i] for i in bucket), self.workers)
+                whole = dense(share * sum(self.nbytes[i] for i in bucket), self.workers)
             else:
                 whole = bucket_trace([traces[i] for i in pieces_of(bucket, self.pieces)])
-            works.append(whole.work(max(self.ready[i] for i in bucket), self.links))
+            found.append((max(self.ready[i] for i in bucket), whole))
+        return found
+
+    def step(
+        self, cap: float | None, traces: Sequence[Trace] | None = None, share: float = 1.0
+    ) -> Timeline:
+        """Return the timeline of a step, for the arguments of ``buckets``."""
+        works = [each.work(ready, self.links) for ready, each in self.buckets(cap, traces, share)]
         return timeline(self.module, works, self.contention, self.overhead)
 
 
@@ -115,11 +130,12 @@ def predict(situation: Situation, knobs: Mapping[str, frozenset[str]]) -> list[P
 
 
 def _plain_rows(situation: Situation) -> Iterator[Prediction]:
-    nbytes = dense(sum(situation.nbytes), situation.workers).nbytes
-    for cap in CAPS:
-        drawn = situation.step(cap)
-        name = f"plain DDP{_buckets(cap)}"
-        yield Prediction(name, None, cap, (), 1, drawn.seconds, nbytes, drawn)
+    for name, share in ((PLAIN, 1.0), (situation.hook, situation.sixteen)):
+        nbytes = dense(share * sum(situation.nbytes), situation.workers).nbytes
+        for cap in CAPS:
+            drawn = situation.step(cap, share=share)
+            row = f"{name}{_buckets(cap)}"
+            yield Prediction(row, None, cap, (), 1, drawn.seconds, nbytes, drawn)
 
 
 def _method_rows(situation: Situation, method: str, knob: frozenset[str]) -> Iterator[Prediction]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_gc.advice.description import PLAIN
 from lightning_gc.advice.prediction import Prediction, shortlist
 from lightning_gc.controllers import Plan
 from lightning_gc.core.registry import given_fields, path_of
@@ -36,11 +37,11 @@ def table(
         rows: predicted ones, shortest step first.
         measured: name -> ``seconds``, ``low``, ``high`` and ``bytes``; empty if nothing was.
     """
-    dense = next(r for r in rows if (r.method, r.bucket_cap_mb, r.every) == (None, None, 1))
+    dense, hook = plain_rows(rows)
     known = {row.method for row in rows if row.name in measured}
     others = [row for row in shortlist(rows, len(rows)) if row.method not in known]
     if dense.name not in measured:
-        others = sorted([*others, dense], key=lambda row: row.seconds)
+        others = sorted([*others, dense, hook], key=lambda row: row.seconds)
     by_method = {row.method: row for row in reversed(rows) if row.every > 1}
     local = sorted(by_method.values(), key=lambda row: row.seconds)[:LOCAL_SHOWN]
     predicted = {row.name: row.seconds for row in rows}
@@ -59,6 +60,13 @@ def table(
         columns = [columns[0], columns[4], *columns[2:4]]
         cells = [[name, seconds, speed, nbytes] for name, _, speed, nbytes, seconds in cells]
     return columns, cells
+
+
+def plain_rows(rows: Sequence[Prediction]) -> tuple[Prediction, Prediction]:
+    """Return the rows of plain DDP and of torch's 16-bit hook, with DDP's own buckets."""
+    ours = [r for r in rows if (r.method, r.bucket_cap_mb, r.every) == (None, None, 1)]
+    dense, hook = sorted(ours, key=lambda row: row.name != PLAIN)
+    return dense, hook
 
 
 def link_line(links: Links) -> str:
@@ -209,6 +217,7 @@ def judge(
     sixteen: str,
     limit: float,
     written: Callable[[float], str] = "{:.4f} s".format,
+    hook: str = "",
 ) -> Verdict:
     """Return the verdict on measured rows.
 
@@ -223,9 +232,10 @@ def judge(
         sixteen: name of the row of 16 bits.
         limit: seconds of a step without exchange.
         written: writes seconds, as exactly as they are known.
+        hook: name of the row of torch's 16-bit hook, which is never the choice; empty: none.
     """
     plain = rows[dense]["seconds"]
-    others = {name: row for name, row in rows.items() if name != dense}
+    others = {name: row for name, row in rows.items() if name not in (dense, hook)}
     best = fastest = min(others, key=lambda name: float(others[name]["seconds"]))
     over: list[tuple[str, float]] = [(dense, LEAST_GAIN)]  # rows that a suggestion must beat
     if sixteen in rows and _gain(rows[sixteen], rows[dense]) >= LEAST_GAIN:
@@ -254,6 +264,9 @@ def judge(
     if not _faster(rows[best], rows[dense], LEAST_GAIN):
         return Verdict(None, _noise(best, dense, rows), False)
     tie = f" {fastest} is as fast and sends less." if best not in (fastest, sixteen) else ""
+    if hook in rows:
+        half = f"{written(rows[hook]['seconds'])} with {hook}"
+        tie = f" It is {half}, {_words(_gain(rows[best], rows[hook]))}.{tie}"
     return Verdict(best, f"{took} with plain DDP, {_words(gain)}.{tie}", True)
 
 

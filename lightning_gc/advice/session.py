@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import statistics
 import threading
 import time
@@ -249,6 +250,7 @@ class Session:
                 f"All predictions need it. Free the device's memory, or use a smaller model"
             )
         self.shapes = {name: timing.sizes()[name][0] for name in names}
+        numel = sum(math.prod(self.shapes[name]) for name in names)
         here = prediction.Situation(
             module,
             names,
@@ -260,6 +262,8 @@ class Session:
             self.setup.worker.world_size,
             links,
             contention,
+            hook=self.hook,
+            sixteen=2 * numel / sum(nbytes),
         )
         overhead = max(self._wrapped_turn() - module.step, 0.0)
         asked = links if nominal is None else at_rate(links, nominal)

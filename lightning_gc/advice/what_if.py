@@ -32,6 +32,9 @@ from lightning_gc.transports.link import NOMINAL, alike
 
 FORWARD = 1 / 3
 """Share of the forward pass in a step. The backward pass computes two products for each of its."""
+QUICK = 1e9
+"""Parameters in a second of a step above which it is a GPU's: 24 bytes of each are read or written
+at least, by which one core of a CPU is busy for longer."""
 MARGIN = 1.5
 """Factor by which a predicted speed may be off.
 
@@ -121,10 +124,7 @@ class WhatIf(Description):
         """The methods whose costs are shipped."""
         names = [n for n in prediction.METHODS if not self.gpu or n in shipped()["gpu"]["step_ms"]]
         if missing := set(self.chosen).difference(names):
-            refuse(
-                f"--methods {min(missing)}: it has no costs on a GPU. Choose from "
-                f"{', '.join(names)}"
-            )
+            refuse(f"{min(missing)}: it has no costs on a GPU. Choose from {', '.join(names)}")
         names = [name for name in names if name in (self.chosen or names)]
         return {name: parse_method(name) for name in names}
 
@@ -165,10 +165,12 @@ class WhatIf(Description):
 
     def _cost(self, name: str, method: Method | None, shapes: Shapes) -> Trace:
         found = shipped_trace(name, method, shapes, self.workers)
-        if not self.gpu:
+        if self.codec is None and not self.gpu:
             return found
         numel = sum(map(math.prod, shapes.values()))
         first = self._on_gpu(name, numel)
+        if method is not None and self.codec is not None:
+            first = self.codec * numel / self.parameters
         return replace(found, seconds=(first, *(0.0 for _ in found.asked)))
 
     def _on_gpu(self, name: str, numel: int, without: str = "plain DDP") -> float:
@@ -179,6 +181,12 @@ class WhatIf(Description):
         more = known["step_ms"][name] - known["step_ms"][without]
         share = numel / known["parameters"]
         return float(max(more, 0.0) * 1e-3 * share)
+
+    @property
+    def hint(self) -> str:
+        """A sentence if the step is faster than a CPU's, although ``gpu`` is not set."""
+        fast = self.parameters / self.step > QUICK
+        return "" if self.gpu or not fast else " Such a step is a GPU's: give --gpu."
 
     def rows(self) -> list[prediction.Prediction]:
         """Return the predicted rows, shortest step first.
@@ -198,8 +206,8 @@ def verdict(rows: Sequence[prediction.Prediction], step: float) -> tuple[str, st
         rows: predicted ones.
         step: seconds of a step without exchange.
     """
-    dense = _plain(rows)
-    best = {row.name: row for row in (dense, *prediction.shortlist(rows, len(rows)))}
+    dense, hook = report.plain_rows(rows)
+    best = {row.name: row for row in (dense, hook, *prediction.shortlist(rows, len(rows)))}
     seconds = ("seconds", "low", "high")
     measured = {
         name: dict.fromkeys(seconds, row.seconds) | {"bytes": row.nbytes}
@@ -209,7 +217,9 @@ def verdict(rows: Sequence[prediction.Prediction], step: float) -> tuple[str, st
         (name for name, row in best.items() if row.method == prediction.SIXTEEN), prediction.SIXTEEN
     )
     found = report.judge(
-        measured, dense.name, sixteen, step, lambda seconds: f"{report.rough(seconds)} s"
+        *(measured, dense.name, sixteen, step),
+        written=lambda seconds: f"{report.rough(seconds)} s",
+        hook=hook.name,
     )
     if found.choice is None:
         return str(found), None, 1.0
@@ -220,14 +230,10 @@ def verdict(rows: Sequence[prediction.Prediction], step: float) -> tuple[str, st
     equal = [
         row.name
         for row in sorted(best.values(), key=lambda row: row.seconds)
-        if row is not chosen and 1 / MARGIN <= row.seconds / chosen.seconds <= MARGIN
+        if row not in (chosen, hook) and 1 / MARGIN <= row.seconds / chosen.seconds <= MARGIN
     ]
     also = f" Equal within the prediction's error: {', '.join(equal)}." if equal else ""
     return f"{found}{also}", chosen.method, speed
-
-
-def _plain(rows: Sequence[prediction.Prediction]) -> prediction.Prediction:
-    return next(r for r in rows if r.method is None and r.every == 1 and r.bucket_cap_mb is None)
 
 
 def changes(case: WhatIf, method: str | None) -> list[str]:
@@ -270,7 +276,7 @@ def run(described: Description, name: str | None) -> None:
     case = WhatIf(**vars(described))
     rows = case.rows()
     text, method, _ = verdict(rows, case.step)
-    line = f"Prediction, nothing was measured. {text}"
+    line = f"Prediction, nothing was measured.{case.hint} {text}"
     columns, cells = report.table(rows, {})
     model = name or f"{len(case.shapes)} equal square matrices"
     known = shipped()["gpu"] if case.gpu else shipped()

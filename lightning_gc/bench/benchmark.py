@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from lightning_gc.bench import preparation
-from lightning_gc.bench.baselines import BASELINES, DEFAULT, NONE, PLAIN, select_methods
+from lightning_gc.bench.baselines import (
+    BF16,
+    DEFAULT,
+    FP16,
+    NONE,
+    PLAIN,
+    baselines,
+    select_methods,
+)
 from lightning_gc.bench.method_run import Measurement, measure
 from lightning_gc.bench.preparation import BenchSetup
 from lightning_gc.core.refusal import refuse
@@ -27,6 +35,7 @@ from lightning_gc.methods.yaml_config import methods_in, read
 from lightning_gc.transports.distributed import Distributed, gather_text
 
 Say = Callable[[str], None]
+Rows = Mapping[str, Mapping[str, Any]]
 
 
 def compare(
@@ -47,7 +56,8 @@ def compare(
         BenchError: a method has failed.
     """
     runs = {
-        name: partial(measure, setup, name, methods.get(name)) for name in (*BASELINES, *methods)
+        name: partial(measure, setup, name, methods.get(name))
+        for name in (*baselines(setup.backend), *methods)
     }
     return take_turns(runs, methods, rounds, device, say)
 
@@ -137,13 +147,21 @@ def bench(options: argparse.Namespace) -> None:
     with preparation.process_group(setup, device, same), preparation.explained():
         rows = compare(setup, methods, options.rounds, device, say)
     if worker.rank == 0:
-        width = shutil.get_terminal_size(fallback=(120, 24)).columns
-        say(f"{plain(COLUMNS, cells(rows), width)}\n{FOOTNOTE}\n\n{verdict(rows)}")
-        for path in write(options.out, options.config, setup, options.rounds, rows):
-            say(str(path))
+        notes = _READ + _ONE_BUCKET * (setup.backend == "gloo")
+        report(rows, options.out, options.config, setup, options.rounds, notes)
 
 
-Rows = Mapping[str, Mapping[str, Any]]
+def report(
+    rows: Rows, folder: Path, config: Path, setup: BenchSetup, rounds: int, notes: str
+) -> None:
+    """Print the table and the verdict, and write ``<config>.md`` and ``<config>.json``."""
+    width = shutil.get_terminal_size(fallback=(120, 24)).columns
+    text = f"{plain(COLUMNS, cells(rows), width)}\n{FOOTNOTE}\n\n{verdict(rows)}"
+    preparation.print_line(text)
+    for path in _write(folder, config, setup, rounds, rows, notes):
+        preparation.print_line(str(path))
+
+
 COLUMNS = ("", "s per step", "speed relative to DDP", "times the limit", "bytes per step", "loss")
 FOOTNOTE = "* computed. The others are counted. A speed below 1 is slower than plain DDP."
 
@@ -181,7 +199,7 @@ def verdict(rows: Rows) -> str:
     """Return which method was faster than plain DDP, or that noise hides it, in a sentence or two.
 
     A method is faster if its median is at least 5 % shorter and its quartiles do not overlap plain
-    DDP's. Accuracy is not judged.
+    DDP's. It is also compared with the quicker one of torch's 16-bit hooks. Accuracy is not judged.
 
     Args:
         rows: by method ``seconds`` and the quartiles ``low`` and ``high``.
@@ -198,8 +216,14 @@ def verdict(rows: Rows) -> str:
     if clear:
         best = max(clear, key=gains.__getitem__)
         speed = dense["seconds"] / rows[best]["seconds"]
+        half = min(
+            (n for n in (FP16, BF16) if n in rows), key=lambda n: rows[n]["seconds"], default=""
+        )
+        beside = ""
+        if half not in ("", best):
+            beside = f" and {rows[half]['seconds'] / rows[best]['seconds']:.2f} times {half}'s"
         return (
-            f"Verdict: {best} was fastest, at {speed:.2f} times plain DDP's speed. Compare "
+            f"Verdict: {best} was fastest, at {speed:.2f} times plain DDP's speed{beside}. Compare "
             f"accuracy with lightning-gc tune."
         )
     if not gains:
@@ -222,6 +246,9 @@ Bytes are the gradient bytes that one worker sends per step. The transport count
 bytes, with indices, scales and lengths. Bytes of DDP and torch's hooks (*) are computed for a
 ring all-reduce. Both are without the network's headers. The loss is the mean over workers of the
 last quarter of a round's steps, each method from the same weights."""
+_ONE_BUCKET = """
+
+PowerSGD's hook has one bucket: with several it can dead-lock over Gloo."""
 
 
 def _files(folder: Path, config: Path) -> tuple[Path, Path]:
@@ -239,20 +266,16 @@ def _refuse_other_files(folder: Path, config: Path) -> None:
             )
 
 
-def write(
-    folder: Path, config: Path, setup: BenchSetup, rounds: int, rows: Rows
+def _write(
+    folder: Path, config: Path, setup: BenchSetup, rounds: int, rows: Rows, notes: str
 ) -> tuple[Path, Path]:
-    """Write ``<config>.md`` and ``<config>.json`` and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     about = _about(config, setup, rounds)
-    notes = [_READ]
-    if setup.backend == "gloo":
-        notes.append("PowerSGD's hook has one bucket: with several it can dead-lock over Gloo.")
     facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
     table = markdown(COLUMNS, cells(rows))
     text = f"# {config.stem}, {about['date']}\n\n{verdict(rows)}\n\n{table}\n{facts}\n\n"
     page, data = _files(folder, config)
-    page.write_text(text + "\n\n".join(notes) + "\n", encoding="utf-8")
+    page.write_text(f"{text}{notes}\n", encoding="utf-8")
     data.write_text(json.dumps({**about, "rows": _finite(rows)}, indent=1) + "\n")
     return page, data
 

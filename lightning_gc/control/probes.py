@@ -488,8 +488,8 @@ class Probes:
             # While one compiles, training goes on, and the controller asks again.
             if not compiling:
                 host.take_over()  # no exchange is under way, and all workers do
-            found = () if compiling else weigh(self._workers, peers).candidates
-            return {"weighed": Weighed(time.perf_counter() - began, found)}
+            found = Weighed(0.0, ()) if compiling else weigh(self._workers, peers)
+            return {"weighed": found._replace(seconds=time.perf_counter() - began)}
 
     def first_batch(self, peers: Peers) -> dict[str, Any]:
         """Return the gradient norms of the epoch's first batch, if declared."""

@@ -4,8 +4,7 @@ Pure arithmetic. One thread exchanges the buckets in order, each as soon as its 
 ready. If that thread and the backward pass share cores, its computation slows the pass down.
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -87,8 +86,16 @@ class Timeline:
     waited: float
 
 
+Send = Callable[[int, int, float], float]
+"""``(bucket, request, seconds since the backward pass began) -> seconds of the request``."""
+
+
 def timeline(
-    module: Module, buckets: Sequence[BucketWork], contention: float = 0.0, overhead: float = 0.0
+    module: Module,
+    buckets: Sequence[BucketWork],
+    contention: float = 0.0,
+    overhead: float = 0.0,
+    send: Send | None = None,
 ) -> Timeline:
     """Return the timeline of a step.
 
@@ -103,15 +110,18 @@ def timeline(
         contention: seconds that the backward pass loses for each second of the thread's
             computation, in [0, 1]: 0 with spare cores, 1 if both share one core.
         overhead: seconds that DDP itself adds to a step.
+        send: carries out a request at its time, and measures it; None: as ``communicating`` says.
     """
+    send = send or (lambda number, turn, at: buckets[number].communicating[turn])
     taken: list[tuple[float, float]] = []  # when the thread computed
     spans: list[Interval] = []
     end = 0.0
     for number, bucket in enumerate(buckets):
         at = max(_reached(bucket.ready, taken, contention), end)
-        turns = itertools.zip_longest(bucket.computing, bucket.communicating, fillvalue=0.0)
-        for computing, communicating in turns:
+        for turn, computing in enumerate(bucket.computing):
             taken.append((at, at + computing))
+            ended = turn == len(bucket.communicating)
+            communicating = 0.0 if ended else send(number, turn, at + computing)
             stops = (at + computing, at + computing + communicating)
             for what, start, stop in zip(
                 ("compute", "communicate"), (at, stops[0]), stops, strict=True

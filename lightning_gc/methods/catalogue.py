@@ -308,25 +308,29 @@ START = (
         "auto",
         "it to choose, by your link",
         '`strategy="compressed_ddp_auto"`',
-        "1 to 1/8",
+        "1 to 1/8 (2 to 1/4)",
         _NOTHING,
     ),
-    Start("cast", "the safest choice", '`Cast("bfloat16")`', "1/2", _NOTHING),
-    Start("qsgd", "a real gain with your hyper-parameters", "`QSGD(bits=4)`", "1/8", _RARELY),
-    Start("topk", "the least traffic", "`TopK(0.01)`", "1/35 to 1/70", _BETAS),
+    Start("cast", "the safest choice", '`Cast("bfloat16")`', "1/2 (1)", _NOTHING),
+    Start("qsgd", "a real gain with your hyper-parameters", "`QSGD(bits=4)`", "1/8 (1/4)", _RARELY),
+    Start("topk", "the least traffic", "`TopK(0.01)`", "1/35 to 1/70 (1/17 to 1/35)", _BETAS),
     Start(
-        "powersgd", "many workers, large matrices", "`PowerSGD(rank=2)`", "1/75 to 1/115", _BETAS
+        "powersgd",
+        "many workers, large matrices",
+        "`PowerSGD(rank=2)`",
+        "1/75 to 1/115 (1/37 to 1/57)",
+        _BETAS,
     ),
     Start(
         "local_steps",
         "links between sites",
         "`LocalStepsStrategy(QSGD(bits=4), every=8)`",
-        "1/60",
+        "1/60 (1/30)",
         _RATE,
     ),
 )
 """The methods to begin with, as README, site, ``lightning-gc list`` and ``advise`` show them."""
-_START_HEAD = ("you want", "begin with", "bytes sent", "tune again")
+_START_HEAD = ("you want", "begin with", "bytes sent, of 32 (16) bits", "tune again")
 
 
 def start_text(width: int) -> str:

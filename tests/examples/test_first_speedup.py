@@ -21,10 +21,11 @@ MAY_MAKE_LINKS = os.geteuid() == 0 and bool(shutil.which("ip")) and bool(shutil.
 def compared(
     folder: Path, *options: str, run: Callable[..., Ended] = as_script
 ) -> dict[str, list[float]]:
-    """Return seconds per step, megabytes per step and loss of both strategies."""
+    """Return seconds per step, megabytes per step and loss of each strategy."""
     done = run("first_speedup", options, folder=folder)
     assert done.code == 0, done.out + done.err
-    assert re.search(r"A step is \S+ times as fast, with \S+ times fewer bytes\.", done.out)
+    said = r"Compared with (\w+) a step is \S+ times as fast, with \S+ times fewer bytes\."
+    assert re.findall(said, done.out) == ["ddp", "ddp_fp16_hook"]
     rows = re.findall(r"^(\w*ddp\w*) +(\S+) +(\S+) +(\S+)$", done.out, re.M)
     return {name: [float(figure) for figure in figures] for name, *figures in rows}
 
@@ -63,6 +64,7 @@ def test_simulated_workers_show_what_compression_saves(kind: str, tmp_path: Path
     (seconds, mbytes, loss), (faster, fewer, other) = rows["ddp"], rows["compressed_ddp_qsgd"]
     assert mbytes / fewer > 7
     assert seconds > faster  # 20 MB take 17 s here
+    assert mbytes / rows["ddp_fp16_hook"][1] == pytest.approx(2, rel=0.01)
     assert abs(loss - other) < 0.1 * loss
     assert (tmp_path / "first_speedup.png").stat().st_size > 10_000
 
@@ -75,6 +77,7 @@ def test_two_processes_over_a_slow_link(tmp_path: Path) -> None:
     (seconds, mbytes, _), (faster, fewer, _) = rows["ddp"], rows["compressed_ddp_qsgd"]
     assert mbytes == pytest.approx(20.8, rel=0.03)  # counted by the network interface
     assert mbytes / fewer > 7
+    assert mbytes / rows["ddp_fp16_hook"][1] == pytest.approx(2, rel=0.03)
     assert seconds > faster
 
 

@@ -10,7 +10,6 @@ from lightning_gc.schemes import Scheme
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scaling
-import scaling_plot
 
 from lightning_gc.advice.traces import Asked, Pattern, Trace, dense, pattern, trace
 from lightning_gc.transports.link import Link, alike
@@ -46,9 +45,7 @@ def test_what_the_benchmark_models_has_a_pattern_and_a_line(tmp_path: Path) -> N
     for key, pair in scaling.configurations().items():
         pattern([trace(*pair, SHAPES, workers, 1) for workers in scaling.SEEN])
         lines[key] = [1.0] * len(scaling.points())
-    scaling_plot.draw(
-        tmp_path / "scaling.svg", scaling.points(), {"a link": lines}, scaling.COLOURS
-    )
+    scaling.draw(tmp_path / "scaling.svg", scaling.points(), {"a link": lines}, scaling.COLOURS)
 
 
 def made(workers: int) -> Trace:

@@ -24,7 +24,7 @@ from lightning_gc.advice.prediction import WHOLE, Prediction, Situation, pieces_
 from lightning_gc.advice.report import Verdict, strategy_section
 from lightning_gc.advice.session import Session
 from lightning_gc.advice.traces import Asked, Trace
-from lightning_gc.bench.baselines import FP16, PLAIN
+from lightning_gc.bench.baselines import BF16, FP16, PLAIN
 from lightning_gc.controllers import Chain, Fixed, Plan
 from lightning_gc.exchange.timeline import Module
 from lightning_gc.transports.link import Link, alike
@@ -250,7 +250,7 @@ def test_the_table_has_the_best_row_of_each_method() -> None:
     """Of three bucket sizes of each; plain DDP is there, also where nothing was measured."""
     for verdict in (None, Verdict("cast", "it is shorter", True)):
         without = [name for name, *_ in advice(verdict).table()[1] if "every" not in name]
-        assert sorted(without) == ["cast", PLAIN]
+        assert sorted(without) == ["cast", PLAIN, *([] if verdict else [BF16])]
         local = [name for name, *_ in advice(verdict).table()[1] if "every" in name]
         assert [name.partition(",")[0] for name in local] == ["cast", WHOLE]
 
@@ -261,7 +261,7 @@ def test_local_steps_are_never_suggested(
     found = advice()
     assert found.rows[0].every > 1
     show(found, tmp_path / "line.yaml", tmp_path)
-    assert "The shortest predicted step is cast's" in capsys.readouterr().out
+    assert "The shortest predicted step is torch bf16 hook's" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_gc import cli
 from lightning_gc.bench.baselines import (
     BASELINES,
+    BF16,
     FP16,
     NONE,
     PLAIN,
@@ -202,6 +203,10 @@ def disagree(worker: int, folder: str) -> tuple[int, str]:
         (["line.yaml"], {"test_bench.Line": "test_bench.Lime"}, "Lime"),
         (["line.yaml", "--timeout", "nan"], {}, "--timeout nan: must be at least 1"),
         (["line.yaml", "--out", "."], {}, "line.md is not of lightning-gc bench"),
+        ([], {}, "bench needs a file such as train.yaml, or --replay and a description."),
+        (["line.yaml", "--step-ms", "9"], {}, "--step-ms describes a training without a file"),
+        (["line.yaml", "--replay"], {}, "line.yaml is not read in a --replay."),
+        (["--replay", "--params", "1M"], {}, "The description lacks --step-ms. Write"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(
@@ -237,6 +242,26 @@ def test_files_of_the_user_are_not_overwritten(tmp_path: Path, name: str) -> Non
     (tmp_path / name).write_text("my notes")
     with pytest.raises(ValueError, match=f"{name} is not of lightning-gc bench"):
         _refuse_other_files(tmp_path, mine)
+
+
+REPLAY = ("--replay", "--params", "1M", "--step-ms", "30", "--codec-ms", "6", "--rounds", "1")
+
+
+def test_a_replay_sleeps_and_sends(folder: Path) -> None:
+    """A sleep ends no sooner than told, so a step has its least seconds on any machine."""
+    words = (*REPLAY, "--steps", "2", "--compressor", "qsgd")
+    (code, said), (other, silence) = run_in_processes(bench, 2, str(folder), words, {})
+    assert code == other == cli.OK, said
+    assert silence == ""
+    found = json.loads(Path("runs", "bench", "1M.json").read_text())["rows"]
+    assert list(found) == [NONE, PLAIN, BF16, "qsgd"]
+    assert min(row["low"] for row in found.values()) >= 0.03
+    assert found["qsgd"]["low"] >= 0.036  # compression delays the backward pass
+    dense = found[PLAIN]["bytes"]
+    assert dense == pytest.approx(4e6, rel=0.01)
+    assert found[BF16]["bytes"] == dense / 2
+    assert dense / 8 < found["qsgd"]["bytes"] < dense / 7
+    assert "Computation and compression were slept." in Path("runs", "bench", "1M.md").read_text()
 
 
 def test_cells() -> None:
@@ -306,3 +331,11 @@ def test_the_verdict_needs_quartiles_that_do_not_overlap(
     }
     assert verdict(rows).startswith(said)
     assert COLUMNS[2] == "speed relative to DDP"
+
+
+def test_the_verdict_compares_with_the_quicker_16_bit_hook() -> None:
+    seconds = {PLAIN: 1.0, FP16: 0.6, BF16: 0.5, "topk": 0.25}
+    rows = {name: {"seconds": s, "low": s, "high": s} for name, s in seconds.items()}
+    assert "at 4.00 times plain DDP's speed and 2.00 times torch bf16 hook's." in verdict(rows)
+    del rows["topk"]
+    assert "torch bf16 hook was fastest, at 2.00 times plain DDP's speed. " in verdict(rows)

@@ -193,7 +193,8 @@ def test_worker_0_alone_says_what_was_saved_and_warns(tmp_path: Path) -> None:
     dense, sent = 24 * 5050 * 4, 24 * WIRE
     assert line.startswith(
         f"Compression: TopK(0.01) sent {sent / 1e3:.3g} kB instead of {dense / 1e3:.3g} kB per "
-        f"worker in 24 steps, {dense / sent:.0f} times less. Compressing took "
+        f"worker in 24 steps, {dense / sent:.0f} times less ({dense / sent / 2:.0f} times less "
+        "than in 16 bits). Compressing took "
     )
     assert warning.startswith("CompressionMonitor has no logger")
 

@@ -157,10 +157,14 @@ def last_line(caplog: pytest.LogCaptureFixture) -> str:
 @pytest.mark.parametrize(
     ("workers", "kind", "said"),
     [
-        (2, TensorBoardLogger, r"RandomK\(0\.1\) sent \d.* instead of \d.* less\."),
+        (
+            2,
+            TensorBoardLogger,
+            r"RandomK\(0\.1\) sent \d.* instead of \d.* less \(.* than in 16 bits\)\.",
+        ),
         (2, None, r".* Totals: trainer\.callback_metrics\.$"),
         (2, CSVLogger, r".* Figures: logs/run$"),
-        (1, None, r".* had one worker, which sends nothing\. It encoded .* as .* times less\."),
+        (1, None, r".* had one worker, which sends nothing\. It encoded .* as .* times less \("),
     ],
 )
 def test_a_fit_ends_with_one_line(
@@ -209,7 +213,7 @@ def test_the_line_says_more_less_or_as_much(wire: float, dense: float, said: str
 def test_shares_are_of_a_measured_step() -> None:
     spent = {"compress_seconds": 0.02, "decode_seconds": 0.01, "communicate_seconds": 0.001}
     line = summary("Cast()", Totals(steps=1, wire_bytes=1, dense_bytes=2), spent)
-    assert line.endswith(" 2.0 times less.")  # no step is known
+    assert line.endswith(" 2.0 times less (as much as in 16 bits).")  # no step is known
     line = summary("Cast()", Totals(steps=1), spent | {"step_seconds": 0.3})
     assert line.endswith("Compressing took 10% of a step, messages and waiting under 1%.")
 
@@ -222,15 +226,15 @@ def test_shares_are_of_one_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compute", "compress", "communicate", "said"),
+    ("compute", "compress", "communicate", "half", "said"),
     [
-        (0.02, 0.01, 0.0025, "8.0 times as fast as"),
-        (0.1, 0.2, 0.05, "as fast as"),
-        (0.1, 0.48, 0.1, "2.0 times as long as"),
+        (0.02, 0.01, 0.0025, "4.3 times as fast as", "8.0 times as fast as"),
+        (0.1, 0.2, 0.05, "1.6 times as long as", "as fast as"),
+        (0.1, 0.48, 0.1, "3.1 times as long as", "2.0 times as long as"),
     ],
 )
-def test_a_simulated_step_is_compared_with_plain_ddp(
-    compute: float, compress: float, communicate: float, said: str
+def test_a_simulated_step_is_compared_with_16_bits_and_plain_ddp(
+    compute: float, compress: float, communicate: float, half: str, said: str
 ) -> None:
     """A gradient of 15 MB takes 0.24 s on 1 Gbit/s, to a server and back."""
     total = Totals(steps=2, dense_bytes=2 * 1.5 * 15e6, wire_bytes=1)
@@ -241,7 +245,7 @@ def test_a_simulated_step_is_compared_with_plain_ddp(
         "communication_seconds_estimated": communicate,
     }
     line = summary("TopK(0.01)", total, averages, NetworkModel(1.0), workers=4)
-    assert line.endswith(f" A step would be {said} plain DDP's.")
+    assert line.endswith(f" A step would be {half} one with 16 bits, and {said} plain DDP's.")
 
 
 class SlowStart(Plain):
@@ -482,7 +486,7 @@ def test_each_run_has_a_summary(controller: Any, tmp_path: Path) -> None:
     said = (
         r"Compression: .*TopK\(0\.\d\).* sent .* instead of .* per worker in .* steps?, .* times "
     )
-    said += r"less\. "
+    said += r"less \(.* than in 16 bits\)\. "
     said += r"On links of 10 Gbit/s compressing would take \d+% of a step, messages and waiting "
     assert re.match(said, last)
     assert "in training after 2 steps" in first

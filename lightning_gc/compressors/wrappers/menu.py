@@ -140,6 +140,12 @@ class Menu(Compressor):
         """Names of the compressors, in ascending order of bytes."""
         return tuple(self.compressors)
 
+    @property
+    def sixteen(self) -> str:
+        """Name of the choice that sends 16 bits of each element, or an empty text."""
+        found = (name for name, each in self.compressors.items() if _nbytes(each) == 2 * _SIZE)
+        return next(found, "")
+
     def __repr__(self) -> str:
         """Return the menu as it is written; checkpoints compare it."""
         own = f", schemes={dict(self.schemes)!r}" if self.schemes else ""

@@ -10,7 +10,7 @@ from lightning_gc.advice.report import judge
 from tests.support.replay import patient
 
 Rows = dict[str, dict[str, Any]]
-SENT = {"ddp": 32.0, "cast": 16.0, "qsgd": 4.0, "topk": 1.0}
+SENT = {"ddp": 32.0, "hook": 16.0, "cast": 16.0, "qsgd": 4.0, "topk": 1.0}
 
 
 def rows(spread: float = 0.02, **seconds: float) -> Rows:
@@ -48,6 +48,14 @@ def test_rules(found: Rows, choice: str | None, certain: bool, word: str) -> Non
     assert (said.choice, said.certain) == (choice, certain)
     assert word in said.reason
     assert said.reason.endswith(".")
+
+
+@pytest.mark.parametrize(("hook", "word"), [(0.5, "40% shorter"), (0.2, "50% longer")])
+def test_it_says_what_torchs_16_bits_take_and_suggests_ours(hook: float, word: str) -> None:
+    found = rows(ddp=1.0, hook=hook, cast=0.55, topk=0.3)
+    said = judge(found, "ddp", "cast", 0.1, hook="hook")
+    assert said.choice == "topk"
+    assert f"with plain DDP, 70% shorter. It is {hook:.4f} s with hook, {word}." in said.reason
 
 
 @pytest.mark.parametrize("cast", [0.98, 0.8])

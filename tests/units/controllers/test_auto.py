@@ -40,12 +40,14 @@ class World:
         noise: spread of a step's seconds, as a share; one-sided, as interruptions are.
         wrong: factor by which predicted differences are wrong.
         length: of an epoch in steps.
+        sixteen: name of the choice of 16 bits.
     """
 
     true: Callable[[int], Seconds]
     noise: float = 0.0
     wrong: float = 1.0
     length: int = 10**6
+    sixteen: str = ""
     weighing: float = 0.01
     optimizers: tuple[str, ...] = ("SGD",)
     auto: Auto = field(default_factory=Auto)
@@ -109,7 +111,8 @@ class World:
         self.weighings += 1
         more = [self.wrong * (true[level] - true[now]) for level in NAMES]
         rows = zip(NAMES.items(), more, strict=True)
-        return Weighed(self.weighing, tuple(Candidate(*each, seconds) for each, seconds in rows))
+        found = tuple(Candidate(*each, seconds) for each, seconds in rows)
+        return Weighed(self.weighing, found, self.sixteen)
 
 
 SECONDS = st.fixed_dictionaries({level: st.floats(0.05, 5.0) for level in NAMES})
@@ -210,6 +213,17 @@ def test_what_it_says_in_the_end() -> None:
     assert "before a method was chosen" in early.auto.ending(early.state)
     trying = World(steady({1: 0.1, 2: 0.2, 3: 0.3, None: 1.0})).run(12)
     assert trying.auto.ending(trying.state).startswith("auto: training ended while QSGD(4) was tri")
+
+
+@pytest.mark.parametrize(("half", "chosen"), [(0.3, "QSGD(4)"), (0.1, "Cast()")])
+def test_it_names_what_16_bits_would_take(half: float, chosen: str) -> None:
+    """Predicted, or measured if they were tried. Where they are the choice, 32 bits are enough."""
+    world = World(steady({1: 0.12, 2: 0.5, 3: half, None: 1.0}), sixteen="Cast()").run(200)
+    beside = f" or {half} s (Cast(), 16 bits)" if chosen == "QSGD(4)" else ""
+    (said,) = world.said
+    assert said.startswith(f"auto: {chosen}, since a step takes ")
+    assert said.endswith(f" s in place of 1 s (uncompressed){beside}.")
+    assert f"had taken 1 s{beside}, and" in world.auto.ending(world.state)
 
 
 def test_while_it_watches_it_decides_every_sixteen_steps() -> None:

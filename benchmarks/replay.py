@@ -1,0 +1,211 @@
+"""Seconds per step that a GPU would need on links of a given speed, by replay, without a GPU.
+
+    python benchmarks/replay.py            # needs Linux, root and iproute2
+    python benchmarks/replay.py --check    # beside trainings whose computation is slept
+
+Workers are processes in network namespaces; the links are shaped. `lightning-gc bench --replay`
+sleeps the GPU's part of a step and the part of compression, and sends the messages. Above each
+table is the rate of a large all-reduce, which on fast links is the machine's own limit.
+
+With ``--check`` each replay has a real training beside it. There DDP makes the buckets, torch's
+hook or ``attach`` handles them, and gradients are compressed by this machine's CPU. Only the
+module's passes are slept, for as long as in the replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import dated_page
+import torch
+import torch.distributed as dist
+from namespaces import Link, check_privileges, launch, network
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gc import attach
+from lightning_gc.advice.description import HOOK, PLAIN, shapes_of
+from lightning_gc.advice.link_probe import probe, sustained
+from lightning_gc.advice.replay import measure
+from lightning_gc.advice.what_if import WhatIf
+from lightning_gc.bench.benchmark import COLUMNS, cells
+from lightning_gc.methods.text_table import markdown
+from lightning_gc.transports.distributed import Distributed
+from lightning_gc.transports.link import Link as Unused
+
+LIMIT = timedelta(seconds=300)
+CPU = torch.device("cpu")
+STEP_MS = {"gpt2": 46.7, "resnet50": 100.0}
+"""Milliseconds of a step: GPT-2's on an H100 (docs/gpus.md), for ResNet-50 a round number."""
+
+
+class Clock:
+    """When the backward pass began."""
+
+    began = 0.0
+
+
+class Slept(torch.autograd.Function):
+    """Part of a backward pass, which is ready at its time and has always the same gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ready: float, grads: list[Tensor], *params: Tensor) -> Tensor:
+        """Return a copy."""
+        ctx.ready, ctx.grads = ready, grads
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Sleep until the gradients are ready."""
+        time.sleep(max(Clock.began + ctx.ready - time.perf_counter(), 0.0))
+        return grad, None, None, *ctx.grads
+
+
+class Asleep(nn.Module):
+    """A module of a description: its passes are slept."""
+
+    def __init__(self, case: WhatIf) -> None:
+        super().__init__()
+        situation = case.situation()
+        self.pause, self.ready = (
+            situation.module.forward,
+            dict(zip(situation.names, situation.ready, strict=True)),
+        )
+        self.names = list(case.shapes)
+        self.params = nn.ParameterList(torch.zeros(shape) for shape in case.shapes.values())
+        draw = torch.Generator().manual_seed(dist.get_rank())
+        self.grads = [torch.randn(p.shape, generator=draw) for p in self.params]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sleep, and return a number that needs all parameters."""
+        time.sleep(self.pause)
+        for name, param, grad in zip(self.names, self.params, self.grads, strict=True):
+            x = Slept.apply(  # type: ignore[no-untyped-call]
+                x, self.ready[name], [grad], param
+            )
+        return x
+
+
+def trained(case: WhatIf, method: str, steps: int) -> list[float]:
+    """Return the seconds of steps of a real training whose passes are slept."""
+    ddp = DistributedDataParallel(Asleep(case), gradient_as_bucket_view=True)
+    handle = None
+    if method == HOOK:  # over Gloo torch has that of fp16 only
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif method != PLAIN:
+        chosen = case.methods[method]
+        memory, scheme = chosen.memory_and_scheme()
+        handle = attach(ddp, chosen.make_compressor({}), memory, scheme, timeout=LIMIT)
+    found = []
+    x = torch.ones(1, requires_grad=True)
+    for _ in range(3 + steps):  # buckets are made again, kernels are read
+        dist.barrier()
+        began = time.perf_counter()
+        y = ddp(x)
+        Clock.began = time.perf_counter()
+        y.sum().backward()
+        found.append(time.perf_counter() - began)
+        ddp.zero_grad(set_to_none=True)
+    if handle is not None:
+        handle.close()
+    return found[3:]
+
+
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one table, as one worker."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=LIMIT)
+    (model,) = options.model
+    methods = tuple(options.methods)
+    case = WhatIf(
+        *(shapes_of(model), STEP_MS[model] * 1e-3, dist.get_world_size(), Unused(1e6, 50.0)),
+        gpu=not options.check,
+        chosen=methods,
+    )
+    own = sustained(probe(Distributed(), CPU, ["Mean"])["Mean"])
+    rounds = options.rounds
+    if not options.check:
+        rows = measure(case, rounds, options.steps, lambda _: None)
+        dist.destroy_process_group()
+        return {"gbps": own, "rows": rows}
+    pairs: dict[str, list[list[float]]] = {m: [[], []] for m in (PLAIN, HOOK, *case.methods)}
+    for _ in range(rounds):
+        rows = measure(case, 1, options.steps, lambda _: None)
+        for name, (slept, real) in pairs.items():
+            slept.append(rows[name]["seconds"])
+            real.append(statistics.median(trained(case, name, options.steps)))
+    dist.destroy_process_group()
+    return {"gbps": own, "pairs": pairs}
+
+
+def compared(pairs: dict[str, list[list[float]]]) -> str:
+    """Return a table of medians of rounds: replayed, trained, and their ratio."""
+    lines = []
+    for name, both in pairs.items():
+        slept, real = map(statistics.median, both)
+        lines.append([name, f"{slept:.4f}", f"{real:.4f}", f"{slept / real:.3f}"])
+    return markdown(["", "s replayed", "s trained", "replayed / trained"], lines)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    add = parser.add_argument
+    add("--workers", type=int, nargs="+", default=[2, 4], help="how many, one number or several")
+    add("--mbit", type=float, nargs="+", default=[1000, 10_000, 25_000], help="0: unlimited")
+    add("--model", nargs="+", choices=STEP_MS, default=list(STEP_MS))
+    methods = ["cast", "qsgd", "topk", "powersgd:rank=2"]
+    add("--methods", nargs="+", default=methods, help="of advise --gpu")
+    add("--rounds", type=int, default=2, help="turns of each method")
+    add("--steps", type=int, default=5, help="measured steps of a turn")
+    add("--check", action="store_true", help="beside trainings whose computation is slept")
+    add("--out", type=Path, default=dated_page.RESULTS, help="folder of the dated files")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        options.out.write_text(json.dumps(work(options)))
+        return
+    check_privileges("The replay")
+    found, text = [], ""
+    for model in options.model:
+        for workers in options.workers:
+            for mbit in options.mbit:
+                arguments = ["--worker", f"--rounds={options.rounds}", f"--steps={options.steps}"]
+                arguments += ["--model", model, "--methods", *options.methods]
+                arguments += ["--check"] if options.check else []
+                link = Link(mbit)
+                with network(workers, link) as spaces:
+                    first = launch(__file__, arguments, spaces, timeout=3000)[0]
+                found.append({"model": model, "workers": workers, "link": str(link), **first})
+                if options.check:
+                    table = compared(first["pairs"])
+                else:
+                    table = markdown(COLUMNS[:-1], [row[:-1] for row in cells(first["rows"])])
+                step = f"{STEP_MS[model]:g} ms a step"
+                head = f"## {model}, {step}, {workers} workers, {link}"
+                rate = f"A large all-reduce has {first['gbps']:.1f} Gbit/s."
+                part = f"{head}\n\n{rate}\n\n{table}"
+                dated_page.say(part)
+                text += f"{part}\n"
+    name = "replay_check" if options.check else "replay"
+    words = "Replays beside trainings" if options.check else "Steps of GPUs, replayed"
+    head = f"""{dated_page.title(words)}
+
+`python benchmarks/replay.py {" ".join(sys.argv[1:])}` with {dated_page.versions("torch")},
+{os.cpu_count()} CPUs. Medians of {options.rounds} x {options.steps} steps.
+
+"""
+    dated_page.write(options.out, name, head + text, found)
+
+
+if __name__ == "__main__":
+    main()
