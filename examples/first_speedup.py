@@ -4,9 +4,9 @@
     python examples/first_speedup.py --model images --mbit 1000 --after compressed_ddp_topk
 
 Two processes train three times over a link that this program makes and slows down: with plain DDP,
-with torch's 16-bit hook, and with the strategy of your choice. That needs Linux, root and iproute2. Elsewhere one process
-simulates both workers and predicts the seconds. The last lines are a table; the losses over time go
-to first_speedup.png, if matplotlib is installed.
+with torch's 16-bit hook, and with the strategy of your choice. That needs Linux, root and iproute2.
+Elsewhere one process simulates both workers and predicts the seconds. The last lines are a table;
+the losses over time go to first_speedup.png, if matplotlib is installed.
 """
 
 from __future__ import annotations
