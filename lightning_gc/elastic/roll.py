@@ -902,7 +902,7 @@ class Keeper:
         """
         if report.phase == "left":
             self.hear(report, now)
-        elif report.number in self._members:
+        if report.number in self._members:
             self.rounds.before.append(report)
 
     def hear(self, report: Report, now: float) -> None:

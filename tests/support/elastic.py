@@ -257,7 +257,7 @@ def write_roll(meeting: str, secret: str, path: Path) -> None:
     with path.open("a") as file:
         while (body := objects.get(f"log/{place[0]:08d}")) is not None:
             place[0] += 1
-            for entry in map(entry_of, json.loads(body)):
+            for entry in map(entry_of, json.loads(body)["said"]):
                 if isinstance(entry, Verdict) and entry.record is not None:
                     file.write(line_of(entry.record))
 
