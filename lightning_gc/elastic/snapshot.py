@@ -288,7 +288,10 @@ class Inheritance:
         return [number for number, _ in errors]
 
     def bequeath(self) -> None:
-        """Give this worker's error to the lowest of the others that takes it."""
+        """Give this worker's error to the lowest of the others that takes it.
+
+        It is given once: if an answer does not come, nobody else is asked.
+        """
         engine, membership = self._workers.first, self._membership
         common, number = engine.memory.common, membership.member.number
         memory = {
@@ -304,14 +307,24 @@ class Inheritance:
         for other, address in sorted(membership.neighbours.items()):
             if other == number:
                 continue
-            offer = membership.saying(f"offers its error to worker {other} at {address}")
+            offer, given = membership.saying(f"offers its error to worker {other}"), False
             with offer, suppress(OSError, ValueError), membership.visit(address) as ask:
+                place_of(ask)  # who does not answer now is given nothing
+                given = True
                 if ask(said) == {"taken": True}:
                     say(
                         "Worker %d leaves; worker %d has its error of norm %.6g.",
                         *(number, other, norm),
                     )
                     return
+                given = False
+            if given:
+                _log.warning(
+                    "Worker %d leaves. Worker %d was given its error of norm %.6g, and has not "
+                    "answered: if it has died, that error is lost.",
+                    *(number, other, norm),
+                )
+                return
         _log.warning(
             "Worker %d leaves, and no other worker takes its error of norm %.6g.", number, norm
         )

@@ -307,15 +307,38 @@ def _main(
 
 def _damage_snapshots(number: int) -> None:
     """Flip a bit of so many large messages that this worker receives."""
-    feed, left = Channel.feed, [number]
+    feed, get, left = Channel.feed, Objects.get, [number]
 
-    def damaged(channel: Channel, data: bytes) -> None:
-        if len(data) > 1000 and left[0] and "worker" in channel._name:
+    def flipped(data: bytes, where: str) -> bytes:
+        if len(data) > 1000 and left[0] and where in ("worker", "mail"):
             left[0] -= 1
-            data = data[:500] + bytes([data[500] ^ 4]) + data[501:]
-        feed(channel, data)
+            return data[:500] + bytes([data[500] ^ 4]) + data[501:]
+        return data
 
-    Channel.feed = damaged  # type: ignore[method-assign,assignment]
+    def fed(channel: Channel, data: bytes) -> None:
+        feed(channel, flipped(data, "worker" if "worker" in channel._name else ""))
+
+    def got(objects: Objects, name: str) -> bytes | None:
+        store = objects._store
+        if not isinstance(store, _Damaging):
+            objects._store = _Damaging(store, flipped)
+        return get(objects, name)
+
+    Channel.feed, Objects.get = fed, got  # type: ignore[method-assign,assignment]
+
+
+class _Damaging:
+    """A store whose objects come damaged."""
+
+    def __init__(self, store: Any, flipped: Any) -> None:
+        self._store, self._flipped = store, flipped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, name: str) -> bytes:
+        data: bytes = self._flipped(self._store.get(name), name.partition("/")[0])
+        return data
 
 
 class Worker:

@@ -359,7 +359,9 @@ class Script:
         clock = types.SimpleNamespace(monotonic=lambda: self.now)
         patch.setattr(module, "time", clock)
         patch.setattr(Folder, "_begin", lambda self, open_to_all: None)
-        patch.setattr(module, "Objects", lambda *a: Objects(*a, store=self.store.view()))
+        patch.setattr(
+            module, "Objects", lambda url, secret: Objects(url, secret, self.store.view())
+        )
         patch.setattr(Objects, "enter", lambda self: 0.01)
         terms = Terms(min_workers=2, grace=0.0)
         elastic = Elastic("memory://run", min_workers=2, secret="secret", grace=0.0)

@@ -228,3 +228,32 @@ def test_a_round_that_is_shorter_than_a_snapshot_is_named() -> None:
     donor: Any = Donor(1000)
     with pytest.raises(RuntimeError, match="raise every"):
         snapshot_and_place(donor, lambda tree: None, 0.0, lambda: None)
+
+
+@pytest.mark.parametrize(("silent", "heirs"), [("place", [2]), ("error", [1]), ("", [1])])
+def test_an_error_is_given_once(
+    silent: str, heirs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Worker 1 takes so long for an answer that the one who leaves gives up."""
+    engine = Engine(TopK(0.1), ErrorFeedback(), seed=0)
+    engine.begin_fit(revocable=True)
+    Simulated(1).run([engine.flow(torch.randn(30), {"a": (30,)})])
+    took: list[int] = []
+
+    def visit(address: str) -> Any:
+        def ask(said: Any) -> Any:
+            if said["ask"] == "error":
+                took.append(int(address))
+            if (said["ask"], address) == (silent, "1"):
+                raise TimeoutError("it does not answer")
+            place = {"round": 1, "position": 0, "steps": 4}
+            return {"taken": True} if said["ask"] == "error" else place
+
+        return contextlib.nullcontext(ask)
+
+    membership: Any = mock.MagicMock(visit=visit, neighbours={0: "0", 2: "2", 1: "1"})
+    membership.member = mock.MagicMock(number=0)
+    workers: Any = mock.MagicMock(first=engine)
+    Inheritance(workers, torch.device("cpu"), membership, lambda: None).bequeath()
+    assert took == heirs
+    assert ("Worker 1 was given its error" in caplog.text) == (silent == "error")
