@@ -124,6 +124,7 @@ class Folder(Carrier):
         self._desk: _Desk | None = None  # of the keeper, if this process holds the lease
         self._payloads: dict[str, str] | None = None  # as listed last; None: perhaps some more
         self._rounds, self._began = 0, time.monotonic()
+        self._looked = self._began
         self._woken, self._asked = threading.Event(), threading.Event()
         self._visited = -math.inf  # when the log has sent somebody to this worker
         self._mail: threading.Thread | None = None
@@ -251,8 +252,12 @@ class Folder(Carrier):
         if due:
             self._see_lease(now, behind=body is not None)
         if self._desk is not None:
+            if now > self._looked + 4 * self._beat:
+                # It was frozen, or the store has failed: others have been silent, too.
+                self._desk.keeper.listen(now + _SETTLE * self._beat)
             news = self._desk.hear(self._report, now, beats=due or self._waits) or news
             news = self._decide() or news
+        self._looked = now
         if news or body is not None:
             self._since = now
         if self.status.trouble:
@@ -494,14 +499,16 @@ class _Round(Transport):
         device = rows[0][0].device
         sent = [[tensor.detach().cpu().clone() for tensor in row] for row in rows]
         body = to_bytes({"rows": sent})
-        objects.put(f"rounds/{place}-{self.worker}", body)
+        began = time.monotonic()
+        self._patiently(began, objects.put, f"rounds/{place}-{self.worker}", body)
         self.sent_bytes += len(body)
         asked: dict[int, Request] = {self.worker: request}
-        began, missing = time.monotonic(), [r for r in range(self.workers) if r != self.worker]
+        missing = [r for r in range(self.workers) if r != self.worker]
         while missing:
-            there = self._folder._payloads = objects.names("rounds")
+            there = self._folder._payloads = self._patiently(began, objects.names, "rounds")
             come = [rank for rank in missing if f"{place}-{rank}" in there]
-            bodies = objects.get_all(f"rounds/{place}-{rank}" for rank in come)
+            names = [f"rounds/{place}-{rank}" for rank in come]
+            bodies = self._patiently(began, objects.get_all, names)
             for rank, each in zip(come, bodies, strict=True):
                 if each is not None:
                     asked[rank] = _like(request, from_bytes(each)["rows"], device)
@@ -515,6 +522,14 @@ class _Round(Transport):
                 self._folder.wait(self._group, began, f"members {', '.join(map(str, missing))}")
         in_order = [asked[rank] for rank in range(self.workers)]
         return Simulated(self.workers).fulfil(in_order)[self.worker]
+
+    def _patiently(self, began: float, act: Callable[..., Any], *arguments: Any) -> Any:
+        """Ask the store again while it fails; PeerError if it does so for too long."""
+        while True:
+            try:
+                return act(*arguments)
+            except OSError as error:
+                self._folder.wait(self._group, began, f"a store that fails ({error})")
 
 
 def _like(request: Request, rows: list[list[Tensor]], device: torch.device) -> Request:

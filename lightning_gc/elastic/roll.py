@@ -870,7 +870,8 @@ class Keeper:
         self, now: float = 0.0, settle: float = 3.0, file: Iterable[Round | Ended] = ()
     ) -> None:
         self.rounds = Rounds(now)
-        self._began, self._quiet_until = now, now + settle
+        self._began = now
+        self.listen(now + settle)
         self._next = 0  # number of a worker
         self._founders: dict[str, int] = {}  # token -> request; the first has the snapshot
         self._refused: set[str] = set()
@@ -894,6 +895,10 @@ class Keeper:
             verdict = Verdict(last.run, last.round, last.attempt, last)
             self.rounds.judged.add(attempt_of(verdict))
             self._to_say = [verdict]
+
+    def listen(self, until: float) -> None:
+        """Decide nothing before this time."""
+        self._quiet_until = until
 
     def remember(self, report: Report, now: float) -> None:
         """Take the last report of a worker from a keeper before this one: it may have died since.

@@ -352,7 +352,7 @@ class Counted:
 
 
 class Script:
-    """Workers of a folder in one thread, whose clock moves only when the script says so."""
+    """Workers of a folder in one thread. Its clock moves only when the test says so."""
 
     def __init__(self, workers: int, patch: pytest.MonkeyPatch) -> None:
         self.now, self.store = 1000.0, Counted()
