@@ -196,6 +196,9 @@ class Folder(Carrier):
             began, limit = time.monotonic(), 2 * self._elastic.timeout
             self._objects.put(name, to_bytes(tree))
             while (answer := self._objects.get(name + _ANSWER)) is None:
+                if name + _ANSWER in self._objects.refused:
+                    self._objects.remove([name + _ANSWER])
+                    raise ValueError(f"the answer of the worker at {address} is damaged")
                 if time.monotonic() > began + limit or self._closed.is_set():
                     self._objects.remove([name])
                     raise TimeoutError(f"the worker at {address} has not answered in {limit:g} s")
@@ -305,7 +308,7 @@ class Folder(Carrier):
                 self._decided = [*self._decided[-KEPT:], decided]
                 if self._roll is not None:
                     self._roll.append(decided)
-            self._entries.put(entry)
+            self._put(entry)
 
     def _see_lease(self, now: float, behind: bool) -> None:
         """Renew the lease; or look at it, and take one over that nobody renews.

@@ -68,6 +68,7 @@ class Carrier(ABC):
 
     Attributes:
         status: of the keeper.
+        committed: run and round of the last commit in the log, which may not be heard yet.
 
     Laws, for every carrier:
         1. All workers hear the same log, in the same order, each entry once.
@@ -81,6 +82,7 @@ class Carrier(ABC):
         self._report: Report | None = None
         self._sent: Report | None = None
         self._beats = 0  # reports that were sent
+        self.committed = "", -1
         self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="elastic", daemon=True)
@@ -155,6 +157,12 @@ class Carrier(ABC):
                 self._turn()
             except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
                 self._fail(error)
+
+    def _put(self, entry: Entry) -> None:
+        """Let the worker hear an entry of the log."""
+        if isinstance(entry, Verdict) and entry.record is not None:
+            self.committed = entry.run, entry.round
+        self._entries.put(entry)
 
     def _next_report(self, report: Report) -> Report:
         self._beats += 1
@@ -269,6 +277,11 @@ class Membership:
     def visit(self, address: str) -> AbstractContextManager[Ask]:
         """Yield what asks another worker, on rank 0; on other ranks it is not called."""
         return nullcontext(_not_asked) if self._carrier is None else self._carrier.visit(address)
+
+    def is_over(self, number: int) -> bool:
+        """Return whether a round of the run that this worker comes into has been committed."""
+        run, last = self.carrier.committed
+        return run == self.member.report.sought and number <= last
 
     def saying(
         self, what: str | Callable[[], str], first: float | None = None

@@ -35,7 +35,7 @@ from lightning_gc.elastic.channel import (
 )
 from lightning_gc.elastic.membership import Ask, Carrier, Status
 from lightning_gc.elastic.rendezvous import KEPT, MOST, PLACE, Deputy
-from lightning_gc.elastic.roll import BEAT, Report, Round, Verdict, check_roll, entry_of
+from lightning_gc.elastic.roll import BEAT, Round, Verdict, check_roll, entry_of
 from lightning_gc.elastic.snapshot import from_bytes, to_bytes
 from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.local_steps.round_plan import Elastic
@@ -150,11 +150,9 @@ class Sockets(Carrier):
             DistStoreError: the rendezvous is gone.
         """
         backend = "nccl" if self._device.type == "cuda" and dist.is_nccl_available() else "gloo"
-        timeout = timedelta(seconds=self._elastic.timeout)
-        with self._store(
-            group, self._elastic.timeout
-        ) as store:  # torch's group does not keep it alive
-            name = GroupName(group)
+        seconds, name = self._elastic.timeout, GroupName(group)
+        with self._store(group, seconds) as store:  # torch's group does not keep it alive
+            timeout = timedelta(seconds=seconds)
             made, _ = _new_process_group_helper(
                 size, rank, [], backend, store, group_name=name, timeout=timeout
             )
@@ -228,7 +226,8 @@ class Sockets(Carrier):
                 if report is not sent or now >= due:
                     due = now + self._pace
                     if report is not None:
-                        link.send(b"" if report is sent else self._in_words(report))
+                        words = "" if report is sent else self._next_report(report).in_words()
+                        link.send(json.dumps({"report": words}).encode() if words else b"")
                         self._sent = sent = report
                 ready = selector.select(0.0 if link.channel.heard else max(0.0, due - now))
                 for key, _ in ready:
@@ -262,9 +261,6 @@ class Sockets(Carrier):
                     if each.run != run or each.round > last:
                         link.send(json.dumps({"round": dataclasses.asdict(each)}).encode())
 
-    def _in_words(self, report: Report) -> bytes:
-        return json.dumps({"report": self._next_report(report).in_words()}).encode()
-
     def _take(self, message: Any) -> None:
         """Take a message of the rendezvous."""
         match message:
@@ -277,7 +273,7 @@ class Sockets(Carrier):
                 entry = entry_of(text)
                 if isinstance(entry, Verdict) and entry.record is not None:
                     self._rounds.append(entry.record)
-                self._entries.put(entry)
+                self._put(entry)
             case other:
                 raise ValueError(f"{str(other)[:60]} is not a message of a rendezvous")
 

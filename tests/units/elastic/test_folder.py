@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -290,6 +291,12 @@ def test_a_question_is_answered_and_a_silent_worker_is_named(meet: Callable[...,
             answer = ask({"number": number, "tensor": torch.arange(3)})
             assert answer["asked"]["number"] == number
             assert answer["thread"] == "mail"
+        get = one._objects._store.get
+        damaged = mock.Mock(side_effect=lambda name: get(name)[:-1])
+        patched = mock.patch.object(one._objects._store, "get", damaged)
+        with patched, pytest.raises(ValueError, match="is damaged"):
+            ask({})
+        assert ask({"number": 3})["asked"]["number"] == 3
     with one.visit("nobody") as ask, pytest.raises(TimeoutError, match="nobody has not answered"):
         ask({})
     assert one._objects.names("mail") == {}

@@ -18,7 +18,7 @@ from lightning_gc import ErrorFeedback, TopK
 from lightning_gc.elastic import snapshot
 from lightning_gc.elastic.channel import HandshakeError, Seal
 from lightning_gc.elastic.roll import Round
-from lightning_gc.elastic.snapshot import Inheritance, from_bytes, snapshot_and_place, to_bytes
+from lightning_gc.elastic.snapshot import Inheritance, from_bytes, timely_snapshot, to_bytes
 from lightning_gc.elastic.sockets import Door, visiting
 from lightning_gc.engine import Engine
 from lightning_gc.local_steps import Elastic
@@ -183,7 +183,7 @@ def test_a_snapshot_ends_an_attempt_whose_verdict_was_not_read(
     host, undo = torch.device("cpu"), partial(engine.undo, {})
     donor, worker = (Inheritance(workers, host, each, undo) for each in memberships)
     memberships[1].visit = lambda address: contextlib.nullcontext(donor.answer)
-    monkeypatch.setattr(snapshot, "snapshot_and_place", lambda *_: ({"round": 6}, place))
+    monkeypatch.setattr(snapshot, "timely_snapshot", lambda *_: {"round": 6, "place": place})
     monkeypatch.setattr(snapshot, "place_of", lambda ask: place)
     monkeypatch.setattr(snapshot, "load_snapshot", lambda *_, **__: engine.loss_scaling.settle())
     worker.place = snapshot.Place(mock.MagicMock(), mock.MagicMock(), 0, True, False)
@@ -209,25 +209,26 @@ class Donor:
     def __call__(self, said: Any) -> Any:
         self.asked.append(said["ask"])
         found = {"round": self.round}
-        if self.asked[-1] == "place":
-            return found | {"position": 2, "steps": 42}
         self.round += self.late > 0
         self.late -= 1
         return found
+
+    def is_over(self, number: int) -> bool:
+        return number < self.round
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_a_snapshot_of_a_round_that_is_over_is_asked_for_again(late: int) -> None:
     donor: Any = Donor(late)
-    tree, place = snapshot_and_place(donor, lambda tree: None, 60.0, lambda: None)
-    assert tree["round"] == place["round"] == 5 + late
-    assert donor.asked.count("snapshot") == late + 1
+    tree = timely_snapshot(donor, lambda tree: None, donor.is_over, 60.0, lambda: None)
+    assert tree["round"] == 5 + late
+    assert donor.asked == ["snapshot"] * (late + 1)
 
 
 def test_a_round_that_is_shorter_than_a_snapshot_is_named() -> None:
     donor: Any = Donor(1000)
     with pytest.raises(RuntimeError, match="raise every"):
-        snapshot_and_place(donor, lambda tree: None, 0.0, lambda: None)
+        timely_snapshot(donor, lambda tree: None, donor.is_over, 0.0, lambda: None)
 
 
 @pytest.mark.parametrize(("silent", "heirs"), [("place", [2]), ("error", [1]), ("", [1])])
