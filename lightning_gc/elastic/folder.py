@@ -415,6 +415,7 @@ class _Desk:
             self.keeper.remember(report, now)
         self._beats = dict.fromkeys(self._seen, folder._beat)
         self._changed = dict.fromkeys(self._seen, now)
+        self._told: dict[str, Report] = {}  # without their beats
         self._turns = 0
         self.unwritten: list[Entry] = []
         self._chronicle = Chronicle()
@@ -423,7 +424,7 @@ class _Desk:
         self._remove_rounds()
 
     def hear(self, own: Report | None, now: float, beats: bool) -> bool:
-        """Take the reports that have changed, and this process's own; return whether one has.
+        """Take reports, and this process's own; return whether one says something new.
 
         Args:
             own: of this process.
@@ -436,14 +437,18 @@ class _Desk:
             changed = [name for name in changed if name not in self._seen]
         unread = {name: text for name, text in self._seen.items() if name not in changed}
         self._seen = found = {name: unread.get(name, text) for name, text in found.items()}
-        reports = self._objects.get_all(f"reports/{name}" for name in changed)
+        reports, news = self._objects.get_all(f"reports/{name}" for name in changed), False
         for name, body in zip(changed, reports, strict=True):
             if body is None:
                 del found[name]  # looked at again: a listing may be ahead of its object
                 continue
             said = json.loads(body)
-            self.keeper.hear(Report.read(said["report"]), now)
+            report = Report.read(said["report"])
+            self.keeper.hear(report, now)
             self._beats[name], self._changed[name] = float(said["beat"]), now
+            report = replace(report, beat=0)
+            news = news or self._told.get(name) != report
+            self._told[name] = report
         if own is not None:
             self._turns += 1
             self.keeper.hear(replace(own, beat=self._turns), now)
@@ -457,7 +462,7 @@ class _Desk:
             say(sentence)
         status = self._folder.status
         self._folder.status = status._replace(awaited=self.awaited)
-        return bool(changed)
+        return news
 
     def _forgotten(self, name: str, now: float) -> bool:
         return now > self._changed.setdefault(name, now) + max(60.0, 40 * self._folder._beat)

@@ -471,6 +471,29 @@ def test_requests_that_a_round_needs(workers: int, monkeypatch: pytest.MonkeyPat
     assert [name for name in script.store.objects if name.startswith("rounds/")] == []
 
 
+def test_who_waits_looks_more_and_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beats of the others are no news."""
+    script = Script(3, monkeypatch)
+    keeper = script.folders[script.keeper]
+    for rank in (*script.here, *script.here):  # that the others train
+        script.now += 2.0
+        script.look(rank)
+    script.members[script.keeper].asks("mark")
+    script.look(script.keeper)
+    since = keeper._since
+    for _ in range(6):
+        script.now += 2.0
+        for rank in script.here:
+            script.look(rank)
+    assert keeper._since == since
+    assert keeper._pause(since) == keeper._beat
+    other = next(rank for rank in script.here if rank != script.keeper)
+    script.members[other].asks("mark")
+    for rank in (other, script.keeper):
+        script.look(rank)
+    assert keeper._since == script.now
+
+
 def test_a_keeper_that_dies_is_named_with_its_last_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes no reports: the log has its last one, beside what it has decided."""
     script = Script(4, monkeypatch)
