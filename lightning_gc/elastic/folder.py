@@ -73,6 +73,8 @@ _SLOWEST = 5.0
 """Most seconds between two beats, however slow the store is."""
 _SETTLE, _LEASE = 2, 6
 """Beats that a new keeper listens, and after which a lease that is not renewed is taken over."""
+_RECENT = 8
+"""Looks at the folder from which the seconds of a request are known."""
 _ANSWER = ".answer"
 _LATER = "running"
 """The phase that is told with the next beat: the keeper knows whom it has called."""
@@ -104,8 +106,10 @@ class Folder(Carrier):
         seconds = self._objects.enter()
         self._roll = None if elastic.roll is None else RollFile(Path(elastic.roll))
         self._box = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        # A beat costs a request, and finds a death that much earlier.
-        self._beat = min(max(BEAT, 10 * seconds, elastic.timeout / 12), _SLOWEST)
+        self._seconds, self._slowest = seconds, _SLOWEST  # of a request lately, and of a beat
+        self._set_beat()
+        # A store that becomes slow makes no worker report so late that it is taken for dead.
+        self._slowest = min(max(self._beat, BEAT / NEAR * elastic.timeout), _SLOWEST)
         least = NEAR / BEAT * self._beat
         if elastic.timeout < least:
             _log.warning(
@@ -120,11 +124,11 @@ class Folder(Carrier):
         self._deciders: dict[str, Report] = {}  # token -> what they said when they decided
         self._next = 0  # of the log
         self._lease: tuple[bytes | None, float] = None, time.monotonic()  # as seen last, and since
-        self._lease_due, self._renewed = 0.0, 0
+        self._lease_due, self._lease_beat, self._renewed = 0.0, 0.0, 0
         self._desk: _Desk | None = None  # of the keeper, if this process holds the lease
         self._payloads: dict[str, str] | None = None  # as listed last; None: perhaps some more
         self._rounds, self._began = 0, time.monotonic()
-        self._looked = self._began
+        self._failed_from: float | None = None  # time since which the store fails
         self._woken, self._asked = threading.Event(), threading.Event()
         self._visited = -math.inf  # when the log has sent somebody to this worker
         self._mail: threading.Thread | None = None
@@ -134,6 +138,11 @@ class Folder(Carrier):
                 self._next = int(name)
                 self._take(body)
         self._begin(open_to_all=True)
+
+    def _set_beat(self) -> None:
+        # A beat costs a request, and finds a death that much earlier.
+        least = max(BEAT, self._elastic.timeout / 12)
+        self._beat = min(max(least, 10 * self._seconds), self._slowest)
 
     def _wake(self) -> None:
         if self._closed.is_set() or self._is_urgent(self._report):
@@ -246,7 +255,7 @@ class Folder(Carrier):
 
     def look(self, now: float) -> None:
         """Report, read the log, and decide if this process holds the lease; each once."""
-        body = None
+        body, before = None, self._objects.requests
         news, due = self._say(now), now >= self._lease_due
         if self._desk is None and not news:  # nobody has answered at once
             body = self._objects.get(f"log/{self._next:08d}")
@@ -255,20 +264,26 @@ class Folder(Carrier):
         if due:
             self._see_lease(now, behind=body is not None)
         if self._desk is not None:
-            if now > self._looked + 4 * self._beat:
-                # It was frozen, or the store has failed: others have been silent, too.
+            if self._failed_from is not None and now > self._failed_from + 4 * self._beat:
+                # Others have been silent, too.
                 self._desk.keeper.listen(now + _SETTLE * self._beat)
             news = self._desk.hear(self._report, now, beats=due or self._waits) or news
             news = self._decide() or news
-        self._looked = now
+        self._failed_from = None
         if news or body is not None:
             self._since = now
         if self.status.trouble:
             self.status = self.status._replace(trouble="")
+        if (asked := self._objects.requests - before) > 0:
+            seconds = (time.monotonic() - now) / asked
+            self._seconds += (seconds - self._seconds) / _RECENT
+            self._set_beat()
 
     def _fail(self, error: Exception) -> None:
+        now = time.monotonic()
         self.status = self.status._replace(trouble=str(error))
-        self._due = time.monotonic() + self._beat
+        self._failed_from = now if self._failed_from is None else self._failed_from
+        self._due = now + self._beat
         self._woken.wait(self._beat)
         self._woken.clear()
 
@@ -329,9 +344,10 @@ class Folder(Carrier):
         if body is not None:
             told = json.loads(body)
             self.status = Status(awaited=str(told["awaited"]))
+            self._lease_beat = float(told["beat"])  # of who holds it
             oldest = told["next"] - KEPT
             self._next = max(self._next, oldest)  # what it has not read is gone
-        late = now > self._lease[1] + _LEASE * self._beat
+        late = now > self._lease[1] + _LEASE * max(self._beat, self._lease_beat)
         if behind:  # who decides has read all
             return
         if (body is None and self._objects.create("keeper", self._claim())) or late:
@@ -344,7 +360,7 @@ class Folder(Carrier):
         self._renewed += 1
         awaited = "" if self._desk is None else self._desk.awaited
         said = {"box": self._box, "count": self._renewed, "next": self._next, "awaited": awaited}
-        return json.dumps(said).encode()
+        return json.dumps(said | {"beat": self._beat}).encode()
 
     def _hold(self, now: float) -> None:
         claim = self._claim()

@@ -82,10 +82,17 @@ class Run:
         workers: at first.
         island: processes of each worker.
         within: URL of the folder where workers meet; None: at a rendezvous. ``{}``: this run's.
+        timeout: of ``Elastic``.
     """
 
     def __init__(
-        self, seed: int, rounds: int, workers: int, island: int = 1, within: str | None = None
+        self,
+        seed: int,
+        rounds: int,
+        workers: int,
+        island: int = 1,
+        within: str | None = None,
+        timeout: float = 5.0,
     ) -> None:
         self.draw, self.seen = random.Random(seed), Seen()
         self.least = min(3, workers)  # members when a fault hits one
@@ -108,8 +115,8 @@ class Run:
             elastic={
                 "secret": "soak",
                 "roll": None if within else str(self.roll),
-                "patience": 40.0,
-                "timeout": 5.0,
+                "patience": 8 * timeout,
+                "timeout": timeout,
                 "min_workers": self.least - 1,
             },
         )
@@ -277,6 +284,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--only", nargs="+", choices=FAULTS, default=FAULTS, help="kinds of faults")
     parser.add_argument("--workers", type=int, help="at first (default: 3, or 2 islands)")
     parser.add_argument("--islands", type=int, default=1, help="processes of a worker (default: 1)")
+    help_ = "more for a slow store (default: 5)"
+    parser.add_argument("--timeout", type=float, default=5.0, help=help_)
     parser.add_argument("--seed", type=int, default=0)
     help_ = "URL where workers meet, {} for the run's folder (default: they meet at a rendezvous)"
     parser.add_argument("--folder", nargs="?", const="{}", help=help_)
@@ -285,7 +294,8 @@ def main(words: list[str]) -> int:
     seed = options.seed
     while total.rounds < options.rounds:
         workers = options.workers or (3 if options.islands == 1 else 2)
-        run = Run(seed, options.of_a_run, workers, options.islands, options.folder)
+        parts = (workers, options.islands, options.folder, options.timeout)
+        run = Run(seed, options.of_a_run, *parts)
         seen = run.play(options.faults, options.only)
         total.rounds += max(seen.rounds, 1)
         total.repeated += seen.repeated

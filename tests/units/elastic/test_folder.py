@@ -194,7 +194,8 @@ def test_a_lease_that_nobody_renews_is_taken_over(
 ) -> None:
     monkeypatch.setattr(module, "_LEASE", 2)
     with Objects_of(meet) as objects:
-        dead = json.dumps({"box": "dead", "count": 1, "next": 0, "awaited": "worker 7"}).encode()
+        said = {"box": "dead", "count": 1, "next": 0, "awaited": "worker 7", "beat": 0.3}
+        dead = json.dumps(said).encode()
         assert objects.create("keeper", dead)
         member = meet()
         until(lambda: member.status.awaited == "worker 7")
@@ -520,3 +521,27 @@ def test_a_keeper_that_leaves_is_named_as_a_leaver(monkeypatch: pytest.MonkeyPat
     gone = script.without_keeper()
     script.round()
     assert (script.record().left, script.record().lost) == ((gone,), {})
+
+
+def test_a_store_that_becomes_slow_keeps_its_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of 0.4 s: one look of the keeper takes longer than its lease was before."""
+    script = Script(3, monkeypatch)
+    keeper, names = script.keeper, Counted.names
+
+    def slow(store: Counted, folder: str) -> dict[str, str]:
+        script.now += 8.0 if store is script.folders[keeper]._objects._store else 0.4
+        return names(store, folder)
+
+    monkeypatch.setattr(Counted, "names", slow)
+    began = script.folders[keeper]._beat
+    for _ in range(20):
+        for rank in script.here:
+            script.now += 0.4
+            script.look(rank)
+    assert script.folders[keeper]._beat == module._SLOWEST > began
+    assert script.keeper == keeper
+    for each in script.members:
+        each.asks("mark")
+    for rank in (*script.here, keeper, *script.here):
+        script.look(rank)
+    assert any(isinstance(each, Called) for each in script.log)
