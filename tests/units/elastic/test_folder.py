@@ -360,7 +360,7 @@ class Counted:
 
 
 class Script:
-    """Workers of a folder in one thread. Its clock moves only when the test says so."""
+    """Workers of a folder in one thread. Its clock stands until the test moves it."""
 
     def __init__(self, workers: int, patch: pytest.MonkeyPatch) -> None:
         self.now, self.store = 1000.0, Counted()
@@ -473,7 +473,7 @@ def test_requests_that_a_round_needs(workers: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_who_waits_looks_more_and_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beats of the others are no news."""
+    """Beats of the others do not count as news."""
     script = Script(3, monkeypatch)
     keeper = script.folders[script.keeper]
     for rank in (*script.here, *script.here):  # that the others train
