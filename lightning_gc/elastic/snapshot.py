@@ -338,7 +338,9 @@ class Inheritance:
 
     def _place(self) -> Tree:
         assert self.place is not None
-        number, position = self._workers.first.step, self.place.rounds.position
+        rounds, number = self.place.rounds, self._workers.first.step
+        # At the end of training all steps are counted before the last exchange.
+        position = 0 if rounds.position >= rounds.length else rounds.position
         return {"round": number, "position": position, "steps": self.place.first + position}
 
     def answer(self, asked: Any) -> Tree:

@@ -258,3 +258,17 @@ def test_an_error_is_given_once(
     Inheritance(workers, torch.device("cpu"), membership, lambda: None).bequeath()
     assert took == heirs
     assert ("Worker 1 was given its error" in caplog.text) == (silent == "error")
+
+
+@pytest.mark.parametrize(("position", "expected"), [(0, 0), (3, 3), (4, 0)])
+def test_who_joins_at_the_end_of_the_last_round_makes_its_steps(
+    position: int, expected: int
+) -> None:
+    """Else its loop would end with the weights before that round."""
+    rounds: Any = mock.MagicMock(position=position, length=4)
+    workers: Any = mock.MagicMock()
+    workers.first.step = 29
+    worker = Inheritance(workers, torch.device("cpu"), mock.MagicMock(), lambda: None)
+    worker.place = snapshot.Place(rounds, mock.MagicMock(), 116, True, False)
+    said = {"round": 29, "position": expected, "steps": 116 + expected}
+    assert worker.answer({"ask": "place"}) == said
