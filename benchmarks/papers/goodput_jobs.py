@@ -41,7 +41,9 @@ from lightning_gc import (
     Roll,
     SimulatedLocalStepsStrategy,
 )
+from lightning_gc.elastic.objects import Objects
 from lightning_gc.elastic.rendezvous import Rendezvous
+from lightning_gc.elastic.roll import Verdict, entry_of, line_of
 from lightning_gc.elastic.snapshot import digest_in_words
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -69,6 +71,7 @@ class Task:
         seconds: of a step, padded.
         ballast: elements of a tensor that is not trained, but is part of a snapshot.
         small: a perceptron is trained, for rounds whose time is all that counts.
+        folder: jobs meet in a folder of this machine, and not at a rendezvous.
     """
 
     arm: str
@@ -79,6 +82,7 @@ class Task:
     seconds: float = 0.0
     ballast: int = 0
     small: bool = False
+    folder: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -154,7 +158,7 @@ def digest_of(words: Reader) -> str:
     return digest_in_words([p.detach() for p in words.parameters()])
 
 
-def work(task: Task, port: int, folder: str, name: str) -> None:
+def work(task: Task, where: str, folder: str, name: str) -> None:
     """Be a job: when told to, train as an elastic worker, and leave the weights' digest."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # as the replay's process has it
@@ -164,7 +168,7 @@ def work(task: Task, port: int, folder: str, name: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     while not (Path(folder) / f"{name}.go").exists():
         time.sleep(0.01)
-    elastic = Elastic(f"127.0.0.1:{port}", **TERMS)  # type: ignore[arg-type]
+    elastic = Elastic(where, **TERMS)  # type: ignore[arg-type]
     strategy = LocalStepsStrategy(**task.settings, process_group_backend="gloo", elastic=elastic)
     words = fit(strategy, task, 1)
     left = {"digest": digest_of(words), "cpu": list(words.used.items())}
@@ -172,7 +176,7 @@ def work(task: Task, port: int, folder: str, name: str) -> None:
 
 
 class Jobs:
-    """A rendezvous of this process, jobs, and the time of each committed round.
+    """A rendezvous of this process or a folder, jobs, and the time of each committed round.
 
     Args:
         task: of all jobs.
@@ -188,7 +192,15 @@ class Jobs:
     def __init__(self, task: Task, workers: int, spares: int) -> None:
         self.task, self.folder = task, Path(tempfile.mkdtemp(prefix="goodput"))
         self._file = self.folder / "roll.jsonl"
-        self._server = Rendezvous(0, str(TERMS["secret"]), self._file)
+        secret = str(TERMS["secret"])
+        self._server = None if task.folder else Rendezvous(0, secret, self._file)
+        where = str(self.folder / "meeting")
+        if self._server is not None:
+            where = f"127.0.0.1:{self._server.port}"
+        self._log = Objects(where, secret) if task.folder else None
+        self._read = 0  # of the folder's log
+        if self._log is not None:
+            self._log.enter()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["goodput_jobs"])
         self._processes: list[Any] = []
@@ -197,7 +209,7 @@ class Jobs:
         self.times: list[float] = []
         self.deaths: list[float] = []
         for index in range(workers + spares):
-            arguments = (self.task, self._server.port, str(self.folder), f"job{index}")
+            arguments = (self.task, where, str(self.folder), f"job{index}")
             self._processes.append(self._context.Process(target=work, args=arguments))
             self._processes[-1].start()
         for _ in range(workers):
@@ -251,7 +263,8 @@ class Jobs:
             for process in self._processes:
                 process.kill()
                 process.join()
-            self._server.close()
+            if self._server is not None:
+                self._server.close()
         for index, process in enumerate(self._processes[: len(self._joined)]):
             if process.exitcode and index not in self._killed:
                 log = (self.folder / f"job{index}.log").read_text()
@@ -260,9 +273,20 @@ class Jobs:
                     raise RuntimeError(f"job {index} in {self.folder} failed: {log[-300:]}")
 
     def _note(self, now: float) -> None:
+        if self._log is not None:
+            self._write_roll(self._log)
         with contextlib.suppress(OSError):
             lines = self._file.read_text().count("\n")
             self.times += [now] * (lines - len(self.times))
+
+    def _write_roll(self, log: Objects) -> None:
+        """Add the rounds that the folder's log has, and the file has not."""
+        with self._file.open("a") as file:
+            while (body := log.get(f"log/{self._read:08d}")) is not None:
+                self._read += 1
+                for entry in map(entry_of, json.loads(body)["said"]):
+                    if isinstance(entry, Verdict) and entry.record is not None:
+                        file.write(line_of(entry.record))
 
     @property
     def _left(self) -> list[dict[str, Any]]:

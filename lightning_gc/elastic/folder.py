@@ -5,21 +5,19 @@ Objects, under the URL of the run:
 - ``site``: a random name of the folder, which all signatures contain.
 - ``reports/BOX``: what a process says of itself, written again with each beat.
 - ``keeper``: the lease of the process that decides, written again by its holder.
-- ``log/NUMBER``: entries of the keeper's log. Who creates a number first has decided it, so that a
-  second keeper loses.
+- ``log/NUMBER``: entries of the keeper's log, and the report of who has decided them. Who creates a
+  number first has decided it, so that a second keeper loses.
 - ``rounds/GROUP-PHASE-RANK``: what a member sends in an attempt. Removed after the verdict.
 - ``mail/BOX-...``: questions to a worker, and its answers.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
 import math
 import os
-import queue
 import secrets
 import socket
 import threading
@@ -37,7 +35,7 @@ from lightning_gc.core.digest import ReplicaError
 from lightning_gc.core.flow import described
 from lightning_gc.core.notices import say
 from lightning_gc.core.saved_state import Tree
-from lightning_gc.elastic.membership import Ask, Status
+from lightning_gc.elastic.membership import Ask, Carrier, Status
 from lightning_gc.elastic.objects import Objects
 from lightning_gc.elastic.rendezvous import Chronicle
 from lightning_gc.elastic.roll import (
@@ -75,40 +73,43 @@ _SLOWEST = 5.0
 """Most seconds between two beats, however slow the store is."""
 _SETTLE, _LEASE = 2, 6
 """Beats that a new keeper listens, and after which a lease that is not renewed is taken over."""
+_RECENT = 8
+"""Looks at the folder from which the seconds of a request are known."""
 _ANSWER = ".answer"
 _LATER = "running"
 """The phase that is told with the next beat: the keeper knows whom it has called."""
+_BUSY = ("training", "running", "left")
+"""Phases in which a worker waits for no decision, so that it looks once in a beat."""
 
 
-class Folder:
+class Folder(Carrier):
     """Carries an elastic run by objects: reports, a log, payloads, questions and answers.
 
     One thread reports, reads the log, and decides if it holds the lease. Another one answers.
 
+    A worker that joins takes the snapshot of a member, as over sockets, through the folder. Members
+    live as long as the run does. Stored snapshots with the payloads of the rounds since would need
+    neither, but cost a snapshot every few rounds and all payloads until then; a worker that joins
+    would have to compute those rounds.
+
     Args:
         elastic: as the user has set it.
-
-    Attributes:
-        status: of the keeper.
 
     Raises:
         ValueError: the folder is not suitable, or has another secret; the roll is not a roll.
     """
 
     def __init__(self, elastic: Elastic) -> None:
-        self._elastic, url = elastic, str(elastic.rendezvous)
+        super().__init__(elastic, Status("the run has no keeper yet"))
+        url = str(elastic.rendezvous)
         self._objects = Objects(url, elastic.secret)
         seconds = self._objects.enter()
-        if elastic.secret is None:
-            _log.warning(
-                "Elastic(secret=None): everyone who can write to %s may take part in this run, and "
-                "change its weights. Make a secret for all: openssl rand -base64 32 > secret.txt",
-                url,
-            )
         self._roll = None if elastic.roll is None else RollFile(Path(elastic.roll))
         self._box = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        # A beat costs a request, and finds a death that much earlier.
-        self._beat = min(max(BEAT, 10 * seconds, elastic.timeout / 12), _SLOWEST)
+        self._seconds, self._slowest = seconds, _SLOWEST  # of a request lately, and of a beat
+        self._set_beat()
+        # A store that becomes slow makes no worker report so late that it is taken for dead.
+        self._slowest = min(max(self._beat, BEAT / NEAR * elastic.timeout), _SLOWEST)
         least = NEAR / BEAT * self._beat
         if elastic.timeout < least:
             _log.warning(
@@ -117,47 +118,45 @@ class Folder:
                 *(url, seconds, self._beat, elastic.timeout, least),
             )
         self._poll = max(POLL, 2 * seconds)
-        self._report: Report | None = None
-        self._sent: Report | None = None
-        self._beats, self._due = 0, 0.0
-        self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+        self._due, self._since = 0.0, time.monotonic()  # of the next report, of the last news
         self._called: Called | None = None  # without a verdict, as far as it has read
         self._decided: list[Round | Ended] = []  # as far as it has read
+        self._deciders: dict[str, Report] = {}  # token -> what they said when they decided
         self._next = 0  # of the log
         self._lease: tuple[bytes | None, float] = None, time.monotonic()  # as seen last, and since
-        self._lease_due, self._renewed = 0.0, 0
+        self._lease_due, self._lease_beat, self._renewed = 0.0, 0.0, 0
         self._desk: _Desk | None = None  # of the keeper, if this process holds the lease
+        self._payloads: dict[str, str] | None = None  # as listed last; None: perhaps some more
         self._rounds, self._began = 0, time.monotonic()
-        self._closed, self._woken, self._asked = (threading.Event() for _ in range(3))
+        self._failed_from: float | None = None  # time since which the store fails
+        self._woken, self._asked = threading.Event(), threading.Event()
         self._visited = -math.inf  # when the log has sent somebody to this worker
-        self.status = Status("the run has no keeper yet")
+        self._mail: threading.Thread | None = None
         log = sorted(self._objects.names("log"))
         for name, body in zip(log, self._objects.get_all(f"log/{n}" for n in log), strict=True):
             if body is not None:
                 self._next = int(name)
                 self._take(body)
-        self._threads = [threading.Thread(target=self._work, name="elastic", daemon=True)]
-        self._threads[0].start()
-        atexit.register(self.close)
+        self._begin(open_to_all=True)
 
-    def report(self, report: Report) -> None:
-        """Write this report from now on."""
-        before, self._report = self._report, report
-        if report is not before and report.phase != _LATER:
+    def _set_beat(self) -> None:
+        # A beat costs a request, and finds a death that much earlier.
+        least = max(BEAT, self._elastic.timeout / 12)
+        self._beat = min(max(least, 10 * self._seconds), self._slowest)
+
+    def _wake(self) -> None:
+        if self._closed.is_set() or self._is_urgent(self._report):
             self._woken.set()
 
-    def hear(self, seconds: float) -> Entry | None:
-        """Return the next entry; None if none has come in this time."""
-        with contextlib.suppress(queue.Empty):
-            return self._entries.get(timeout=seconds)
-        return None
+    def _is_urgent(self, report: Report | None) -> bool:
+        return report is not self._sent and report is not None and report.phase != _LATER
 
     @contextlib.contextmanager
     def propose(self, group: str, rank: int, size: int) -> Iterator[Transport]:
         """Yield the transport of an attempt."""
-        yield _Round(self._objects, group, rank, size, self._wait)
+        yield _Round(self, group, rank, size)
 
-    def _wait(self, group: str, began: float, whom: str) -> None:
+    def wait(self, group: str, began: float, whom: str) -> None:
         """Wait a moment for others of a group; PeerError if they will not come."""
         called = self._called
         if called is None or called.group != group:
@@ -175,9 +174,8 @@ class Folder:
 
     def serve(self, answer: Callable[[Any], Tree]) -> str:
         """Answer what is asked in this worker's box."""
-        work = threading.Thread(target=self._serve, args=(answer,), name="mail", daemon=True)
-        self._threads.append(work)
-        work.start()
+        self._mail = threading.Thread(target=self._serve, args=(answer,), name="mail", daemon=True)
+        self._mail.start()
         return self._box
 
     def _serve(self, answer: Callable[[Any], Tree]) -> None:
@@ -207,6 +205,9 @@ class Folder:
             began, limit = time.monotonic(), 2 * self._elastic.timeout
             self._objects.put(name, to_bytes(tree))
             while (answer := self._objects.get(name + _ANSWER)) is None:
+                if name + _ANSWER in self._objects.refused:
+                    self._objects.remove([name + _ANSWER])
+                    raise ValueError(f"the answer of the worker at {address} is damaged")
                 if time.monotonic() > began + limit or self._closed.is_set():
                     self._objects.remove([name])
                     raise TimeoutError(f"the worker at {address} has not answered in {limit:g} s")
@@ -218,16 +219,12 @@ class Folder:
 
     def close(self, wait: float = 2.0) -> None:
         """Write the last report, give the lease back, and tell what the folder has cost."""
-        atexit.unregister(self.close)
-        if self._closed.is_set():
-            return
-        limit = time.monotonic() + max(wait, 4 * self._beat)
-        while self._sent is not self._report and time.monotonic() < limit:
-            time.sleep(0.005)
-        for each in (self._closed, self._woken, self._asked):
-            each.set()
-        for thread in self._threads:
-            thread.join(wait + 4 * self._beat)
+        super().close(max(wait, 4 * self._beat))
+
+    def _leave(self) -> None:
+        self._asked.set()
+        if self._mail is not None:
+            self._mail.join(4 * self._beat)
         self._objects.close()
         if self._roll is not None:
             self._roll.close()
@@ -241,50 +238,75 @@ class Folder:
     # ------------------------------------------------------------------ the thread's work
 
     def _work(self) -> None:
-        failed, since = False, time.monotonic()
-        while not self._closed.is_set():
-            pause = self._beat
-            try:
-                now = time.monotonic()
-                news = self._say(now)
-                body = self._objects.get(f"log/{self._next:08d}")
-                if body is not None:
-                    self._take(body)
-                    news = True
-                self._see_lease(now)
-                busy = self._report is not None and self._report.phase != "training"
-                if self._desk is not None:
-                    news = self._desk.hear(self._report, time.monotonic()) or news
-                    news = self._decide() or news
-                    busy = busy or self._desk.busy
-                since = now if news else since
-                pause = self._pause(since) if busy else self._beat
-                if failed:
-                    failed, self.status = False, self.status._replace(trouble="")
-            except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-                failed, self.status = True, self.status._replace(trouble=str(error))
-                self._due = time.monotonic() + self._beat
-            self._woken.wait(min(pause, max(0.0, self._due - time.monotonic())))
-            self._woken.clear()
+        super()._work()
         with contextlib.suppress(OSError, RuntimeError, ValueError):
-            self._leave()
+            self._give_back()
+
+    def _turn(self) -> None:
+        self.look(time.monotonic())
+        pause = self._pause(self._since) if self._waits else self._beat
+        self._woken.wait(min(pause, max(0.0, self._due - time.monotonic())))
+        self._woken.clear()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether this worker waits for a decision."""
+        return self._report is not None and self._report.phase not in _BUSY
+
+    def look(self, now: float) -> None:
+        """Report, read the log, and decide if this process holds the lease; each once."""
+        body, before = None, self._objects.requests
+        news, due = self._say(now), now >= self._lease_due
+        if self._desk is None and not news:  # nobody has answered at once
+            body = self._objects.get(f"log/{self._next:08d}")
+            if body is not None:
+                self._take(body)
+        if due:
+            self._see_lease(now, behind=body is not None)
+        if self._desk is not None:
+            if self._failed_from is not None and now > self._failed_from + 4 * self._beat:
+                # Others have been silent, too.
+                self._desk.keeper.listen(now + _SETTLE * self._beat)
+            news = self._desk.hear(self._report, now, beats=due or self._waits) or news
+            news = self._decide() or news
+        self._failed_from = None
+        if news or body is not None:
+            self._since = now
+        if self.status.trouble:
+            self.status = self.status._replace(trouble="")
+        if (asked := self._objects.requests - before) > 0:
+            seconds = (time.monotonic() - now) / asked
+            self._seconds += (seconds - self._seconds) / _RECENT
+            self._set_beat()
+
+    def _fail(self, error: Exception) -> None:
+        now = time.monotonic()
+        self.status = self.status._replace(trouble=str(error))
+        self._failed_from = now if self._failed_from is None else self._failed_from
+        self._due = now + self._beat
+        self._woken.wait(self._beat)
+        self._woken.clear()
 
     def _say(self, now: float) -> bool:
         """Write the report, if there is something new or a beat is due; return the former."""
         report = self._report
-        urgent = report is not self._sent and report is not None and report.phase != _LATER
+        urgent = self._is_urgent(report)
         if report is None or not (urgent or now >= self._due):
             return False
-        self._beats += 1
-        said = {"report": replace(report, beat=self._beats).in_words(), "beat": self._beat}
-        self._objects.put(f"reports/{self._box}", json.dumps(said).encode())
+        if self._desk is None:  # or else the log has it
+            said = {"report": self._next_report(report).in_words(), "beat": self._beat}
+            self._objects.put(f"reports/{self._box}", json.dumps(said).encode())
         self._sent, self._due = report, now + self._beat
         return urgent
 
     def _take(self, body: bytes) -> None:
         """Read the next object of the log."""
         self._next += 1
-        for entry in map(entry_of, json.loads(body)):
+        told = json.loads(body)
+        if told["by"] is not None:
+            report = Report.read(told["by"])
+            self._deciders[report.token] = report
+        for entry in map(entry_of, told["said"]):
             if isinstance(entry, Called):
                 self._called = entry
             elif isinstance(entry, Verdict):
@@ -301,12 +323,15 @@ class Folder:
                 self._decided = [*self._decided[-KEPT:], decided]
                 if self._roll is not None:
                     self._roll.append(decided)
-            self._entries.put(entry)
+            self._put(entry)
 
-    def _see_lease(self, now: float) -> None:
-        """Renew the lease; or look at it, and take one over that nobody renews."""
-        if now < self._lease_due:
-            return
+    def _see_lease(self, now: float, behind: bool) -> None:
+        """Renew the lease; or look at it, and take one over that nobody renews.
+
+        Args:
+            now: the time.
+            behind: whether the log may have more than this worker has read.
+        """
         self._lease_due = now + _LEASE * self._beat / 3
         body = self._objects.get("keeper")
         if self._desk is not None and body != self._lease[0]:
@@ -319,9 +344,12 @@ class Folder:
         if body is not None:
             told = json.loads(body)
             self.status = Status(awaited=str(told["awaited"]))
+            self._lease_beat = float(told["beat"])  # of who holds it
             oldest = told["next"] - KEPT
             self._next = max(self._next, oldest)  # what it has not read is gone
-        late = now > self._lease[1] + _LEASE * self._beat
+        late = now > self._lease[1] + _LEASE * max(self._beat, self._lease_beat)
+        if behind:  # who decides has read all
+            return
         if (body is None and self._objects.create("keeper", self._claim())) or late:
             self._hold(now)
             self._desk = _Desk(self, now)
@@ -332,7 +360,7 @@ class Folder:
         self._renewed += 1
         awaited = "" if self._desk is None else self._desk.awaited
         said = {"box": self._box, "count": self._renewed, "next": self._next, "awaited": awaited}
-        return json.dumps(said).encode()
+        return json.dumps(said | {"beat": self._beat}).encode()
 
     def _hold(self, now: float) -> None:
         claim = self._claim()
@@ -342,17 +370,21 @@ class Folder:
     def _retire(self, why: str) -> None:
         """Decide no more; what was not written was never decided."""
         _log.warning("This worker does not decide in %s any more: %s.", self._objects.url, why)
-        self._desk, self._lease = None, (None, time.monotonic())
+        self._desk, self._lease, self._due = None, (None, time.monotonic()), 0.0
 
     def _decide(self) -> bool:
         """Write what is decided now, if it is the first to do so; return whether it has."""
         desk = self._desk
         assert desk is not None
         began = time.monotonic()
-        entries = desk.keeper.tick(began)
+        desk.unwritten += desk.keeper.tick(began)  # and what the store has not taken before
+        entries = desk.unwritten
         if not entries:
             return False
-        number, body = self._next, json.dumps([in_words(each) for each in entries]).encode()
+        own = self._report
+        by = None if own is None else replace(own, beat=self._beats).in_words()
+        said = {"by": by, "said": [in_words(each) for each in entries]}
+        number, body = self._next, json.dumps(said).encode()
         if not self._objects.create(f"log/{number:08d}", body):
             self._retire("another worker has decided")
             return False
@@ -363,16 +395,20 @@ class Folder:
             self._retire("it was away, and another worker has decided")
             return False
         self._take(body)
+        desk.unwritten = []
         desk.tell(entries, began)
         return True
 
-    def _leave(self) -> None:
+    def _give_back(self) -> None:
         """Let the keeper of this process hear the last report; remove what nobody reads."""
-        if self._desk is not None:
-            self._say(time.monotonic() + self._beat)
-            self._desk.hear(self._report, time.monotonic())
-            while self._desk is not None and self._decide():
-                pass
+        desk, self._desk = self._desk, None
+        if desk is None:
+            return
+        self._say(math.inf)  # for the next one who decides
+        self._desk = desk
+        desk.hear(self._report, time.monotonic(), beats=True)
+        while self._desk is not None and self._decide():
+            pass
         if self._desk is not None:
             self._objects.remove(["keeper"])
 
@@ -388,28 +424,36 @@ class _Desk:
         settle = _SETTLE * folder._beat
         self.keeper = Keeper(now, settle, file=folder._decided)
         self._seen = self._objects.names("reports")
-        for body in self._objects.get_all(f"reports/{name}" for name in self._seen):
-            if body is not None:
-                self.keeper.remember(Report.read(json.loads(body)["report"]), now)
+        bodies = self._objects.get_all(f"reports/{name}" for name in self._seen)
+        told = [Report.read(json.loads(body)["report"]) for body in bodies if body is not None]
+        told += folder._deciders.values()  # who said nothing else meanwhile
+        for report in sorted(told, key=lambda report: report.beat):
+            self.keeper.remember(report, now)
         self._beats = dict.fromkeys(self._seen, folder._beat)
         self._changed = dict.fromkeys(self._seen, now)
-        self._phases: dict[str, str] = {}
+        self._told: dict[str, Report] = {}  # without their beats
         self._turns = 0
+        self.unwritten: list[Entry] = []
         self._chronicle = Chronicle()
         self.awaited = ""
+        folder._payloads = None
         self._remove_rounds()
 
-    @property
-    def busy(self) -> bool:
-        """Whether some worker waits for a decision."""
-        return not {"training", "left"}.issuperset(self._phases.values())
+    def hear(self, own: Report | None, now: float, beats: bool) -> bool:
+        """Take reports, and this process's own; return whether one says something new.
 
-    def hear(self, own: Report | None, now: float) -> bool:
-        """Take the reports that have changed, and this process's own; return whether one has."""
+        Args:
+            own: of this process.
+            now: the time.
+            beats: whether those are read, too, that may only be a sign of life.
+        """
         box, found = self._folder._box, self._objects.names("reports")
         changed = [name for name in found if found[name] != self._seen.get(name) and name != box]
-        self._seen = found
-        reports = self._objects.get_all(f"reports/{name}" for name in changed)
+        if not beats:
+            changed = [name for name in changed if name not in self._seen]
+        unread = {name: text for name, text in self._seen.items() if name not in changed}
+        self._seen = found = {name: unread.get(name, text) for name, text in found.items()}
+        reports, news = self._objects.get_all(f"reports/{name}" for name in changed), False
         for name, body in zip(changed, reports, strict=True):
             if body is None:
                 del found[name]  # looked at again: a listing may be ahead of its object
@@ -418,7 +462,9 @@ class _Desk:
             report = Report.read(said["report"])
             self.keeper.hear(report, now)
             self._beats[name], self._changed[name] = float(said["beat"]), now
-            self._phases[name] = report.phase
+            report = replace(report, beat=0)
+            news = news or self._told.get(name) != report
+            self._told[name] = report
         if own is not None:
             self._turns += 1
             self.keeper.hear(replace(own, beat=self._turns), now)
@@ -427,14 +473,12 @@ class _Desk:
         self.keeper.rounds.near = NEAR / BEAT * max(slowest, self._folder._beat)
         gone = [n for n in found if n != box and self._forgotten(n, now)]
         self._objects.remove([f"reports/{name}" for name in gone])
-        for name in gone:
-            self._phases.pop(name, None)
         self.awaited = self.keeper.awaited(now)
         for sentence in self._chronicle.wait(self.awaited, now):
             say(sentence)
         status = self._folder.status
         self._folder.status = status._replace(awaited=self.awaited)
-        return bool(changed)
+        return news
 
     def _forgotten(self, name: str, now: float) -> bool:
         return now > self._changed.setdefault(name, now) + max(60.0, 40 * self._folder._beat)
@@ -452,10 +496,13 @@ class _Desk:
             self._objects.remove([f"log/{name}" for name in old])
 
     def _remove_rounds(self) -> None:
-        """Remove what members have sent in attempts that are over."""
-        group = "" if self._folder._called is None else f"{self._folder._called.group}-"
-        over = [name for name in self._objects.names("rounds") if not group or group not in name]
+        """Remove what members have sent in attempts that are over, as far as it was listed."""
+        called, there = self._folder._called, self._folder._payloads
+        if there is None:
+            there = self._objects.names("rounds")
+        over = [name for name in there if called is None or f"{called.group}-" not in name]
         self._objects.remove([f"rounds/{name}" for name in over])
+        self._folder._payloads = None
 
 
 class _Round(Transport):
@@ -464,34 +511,28 @@ class _Round(Transport):
     ``Simulated`` computes it, in the order of members. So all members have the bits of a replay.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        group: str,
-        rank: int,
-        size: int,
-        wait: Callable[[str, float, str], None],
-    ) -> None:
+    def __init__(self, folder: Folder, group: str, rank: int, size: int) -> None:
         self.worker, self.workers, self.sent_bytes = rank, size, 0
-        self._objects, self._group, self._wait = objects, group, wait
-        self._phase = 0
+        self._folder, self._group, self._phase = folder, group, 0
 
     def fulfil(self, request: Request) -> Reply:
         """Write this worker's tensors, read the others', and compute the reply."""
-        place = f"{self._group}-{self._phase}"
+        objects, place = self._folder._objects, f"{self._group}-{self._phase}"
         self._phase += 1
         rows = request.payloads if isinstance(request, Exchange) else (request.tensors,)
         device = rows[0][0].device
         sent = [[tensor.detach().cpu().clone() for tensor in row] for row in rows]
         body = to_bytes({"rows": sent})
-        self._objects.put(f"rounds/{place}-{self.worker}", body)
+        began = time.monotonic()
+        self._patiently(began, objects.put, f"rounds/{place}-{self.worker}", body)
         self.sent_bytes += len(body)
         asked: dict[int, Request] = {self.worker: request}
-        began, missing = time.monotonic(), [r for r in range(self.workers) if r != self.worker]
+        missing = [r for r in range(self.workers) if r != self.worker]
         while missing:
-            there = self._objects.names("rounds")
+            there = self._folder._payloads = self._patiently(began, objects.names, "rounds")
             come = [rank for rank in missing if f"{place}-{rank}" in there]
-            bodies = self._objects.get_all(f"rounds/{place}-{rank}" for rank in come)
+            names = [f"rounds/{place}-{rank}" for rank in come]
+            bodies = self._patiently(began, objects.get_all, names)
             for rank, each in zip(come, bodies, strict=True):
                 if each is not None:
                     asked[rank] = _like(request, from_bytes(each)["rows"], device)
@@ -502,9 +543,17 @@ class _Round(Transport):
                             f"{described(request)}. Give all workers the same settings and model."
                         )
             if missing:
-                self._wait(self._group, began, f"members {', '.join(map(str, missing))}")
+                self._folder.wait(self._group, began, f"members {', '.join(map(str, missing))}")
         in_order = [asked[rank] for rank in range(self.workers)]
         return Simulated(self.workers).fulfil(in_order)[self.worker]
+
+    def _patiently(self, began: float, act: Callable[..., Any], *arguments: Any) -> Any:
+        """Ask the store again while it fails; PeerError if it does so for too long."""
+        while True:
+            try:
+                return act(*arguments)
+            except OSError as error:
+                self._folder.wait(self._group, began, f"a store that fails ({error})")
 
 
 def _like(request: Request, rows: list[list[Tensor]], device: torch.device) -> Request:

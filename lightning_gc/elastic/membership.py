@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import queue
 import secrets
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from lightning_gc.core.notices import say, waiting
 from lightning_gc.core.saved_state import Tree
@@ -53,11 +57,18 @@ class Status(NamedTuple):
     strange: bool = False
 
 
-class Carrier(Protocol):
+class Carrier(ABC):
     """A way of meeting: it carries an elastic run between a worker, the keeper and the others.
+
+    A thread meets them, so that the training thread waits no longer than it wants to.
+
+    Args:
+        elastic: as the user has set it.
+        status: of the keeper, before it is heard.
 
     Attributes:
         status: of the keeper.
+        committed: run and round of the last commit in the log, which may not be heard yet.
 
     Laws, for every carrier:
         1. All workers hear the same log, in the same order, each entry once.
@@ -66,14 +77,39 @@ class Carrier(Protocol):
            not believed. Nothing is unpickled.
     """
 
-    status: Status
+    def __init__(self, elastic: Elastic, status: Status) -> None:
+        self.status, self._elastic = status, elastic
+        self._report: Report | None = None
+        self._sent: Report | None = None
+        self._beats = 0  # reports that were sent
+        self.committed = "", -1
+        self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="elastic", daemon=True)
+
+    def _begin(self, open_to_all: bool) -> None:
+        """Start the thread; warn if everybody may take part."""
+        if self._elastic.secret is None and open_to_all:
+            _log.warning(
+                "Elastic(secret=None): everyone who reaches %s may take part in this run, and "
+                "change its weights. Make a secret for all: openssl rand -base64 32 > secret.txt",
+                self._elastic.rendezvous,
+            )
+        self._thread.start()
+        atexit.register(self.close)
 
     def report(self, report: Report) -> None:
         """Let the keeper know this from now on; do not wait for it."""
+        self._report = report
+        self._wake()
 
     def hear(self, seconds: float) -> Entry | None:
         """Return the next entry of the keeper's log; None if none has come in this time."""
+        with suppress(queue.Empty):
+            return self._entries.get(timeout=seconds)
+        return None
 
+    @abstractmethod
     def propose(self, group: str, rank: int, size: int) -> AbstractContextManager[Transport]:
         """Yield a transport between the members of an attempt.
 
@@ -86,9 +122,11 @@ class Carrier(Protocol):
             PeerError: a member is gone; or an error for which ``is_from_backend`` is true.
         """
 
+    @abstractmethod
     def serve(self, answer: Callable[[Any], Tree]) -> str:
         """Let ``answer`` answer the other workers, in any thread; return this worker's address."""
 
+    @abstractmethod
     def visit(self, address: str) -> AbstractContextManager[Ask]:
         """Yield what asks the worker at an address.
 
@@ -96,8 +134,55 @@ class Carrier(Protocol):
             OSError, ValueError: it does not answer, or answers nonsense.
         """
 
-    def close(self) -> None:
-        """Send the last report, and leave."""
+    def close(self, wait: float = 2.0) -> None:
+        """Send the last report, and leave; again does nothing.
+
+        Args:
+            wait: seconds that it may take to send it.
+        """
+        atexit.unregister(self.close)
+        if self._closed.is_set():
+            return
+        limit = time.monotonic() + wait
+        while self._sent is not self._report and time.monotonic() < limit:
+            time.sleep(0.005)
+        self._closed.set()
+        self._wake()
+        self._thread.join(wait)
+        self._leave()
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._turn()
+            except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+                self._fail(error)
+
+    def _put(self, entry: Entry) -> None:
+        """Let the worker hear an entry of the log."""
+        if isinstance(entry, Verdict) and entry.record is not None:
+            self.committed = entry.run, entry.round
+        self._entries.put(entry)
+
+    def _next_report(self, report: Report) -> Report:
+        self._beats += 1
+        return replace(report, beat=self._beats)
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """End a wait of the thread."""
+
+    @abstractmethod
+    def _turn(self) -> None:
+        """Report, and read the log; again and again, until the carrier is closed."""
+
+    @abstractmethod
+    def _fail(self, error: Exception) -> None:
+        """Note what has ended a turn, and wait a moment."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Clean up; the thread has ended."""
 
 
 class Membership:
@@ -192,6 +277,11 @@ class Membership:
     def visit(self, address: str) -> AbstractContextManager[Ask]:
         """Yield what asks another worker, on rank 0; on other ranks it is not called."""
         return nullcontext(_not_asked) if self._carrier is None else self._carrier.visit(address)
+
+    def is_over(self, number: int) -> bool:
+        """Return whether a round of the run that this worker comes into has been committed."""
+        run, last = self.carrier.committed
+        return run == self.member.report.sought and number <= last
 
     def saying(
         self, what: str | Callable[[], str], first: float | None = None

@@ -180,6 +180,7 @@ class Objects:
 
     Attributes:
         requests, sent, received: numbers of requests and bytes.
+        refused: names of objects that were not to be believed.
 
     Raises:
         ValueError: also from ``enter``: the store is not suitable, or has another secret.
@@ -193,7 +194,7 @@ class Objects:
     def __init__(self, url: str, secret: str | None, store: Store | None = None) -> None:
         self.url, self._seal, self._place = url, Seal(secret), b""
         self._store = store_at(url) if store is None else store
-        self._lock, self._refused = threading.Lock(), set[str]()
+        self._lock, self.refused = threading.Lock(), set[str]()
         self.requests = self.sent = self.received = 0
         self._pool = ThreadPoolExecutor(_AT_ONCE, "folder")
 
@@ -202,7 +203,7 @@ class Objects:
         try:
             seconds = self.probe().seconds
             while (site := self.get("site")) is None:  # whoever comes first names the folder
-                if "site" in self._refused:
+                if "site" in self.refused:
                     raise ValueError(
                         f"Elastic({self.url!r}): the folder has another secret or version, or is "
                         f"damaged. Give all workers the same ones, or use a new folder."
@@ -238,8 +239,8 @@ class Objects:
         self._add(received=len(data))
         if hmac.compare_digest(data, self._signed(name, data[_SIGN:])):
             return data[_SIGN:]
-        if name not in self._refused:
-            self._refused.add(name)
+        if name not in self.refused:
+            self.refused.add(name)
             _log.warning(
                 "The object %s in %s is damaged, or of another run or secret: it is ignored.",
                 *(name, self.url),

@@ -870,7 +870,8 @@ class Keeper:
         self, now: float = 0.0, settle: float = 3.0, file: Iterable[Round | Ended] = ()
     ) -> None:
         self.rounds = Rounds(now)
-        self._began, self._quiet_until = now, now + settle
+        self._began = now
+        self.listen(now + settle)
         self._next = 0  # number of a worker
         self._founders: dict[str, int] = {}  # token -> request; the first has the snapshot
         self._refused: set[str] = set()
@@ -895,6 +896,10 @@ class Keeper:
             self.rounds.judged.add(attempt_of(verdict))
             self._to_say = [verdict]
 
+    def listen(self, until: float) -> None:
+        """Decide nothing before this time."""
+        self._quiet_until = until
+
     def remember(self, report: Report, now: float) -> None:
         """Take the last report of a worker from a keeper before this one: it may have died since.
 
@@ -902,7 +907,7 @@ class Keeper:
         """
         if report.phase == "left":
             self.hear(report, now)
-        elif report.number in self._members:
+        if report.number in self._members:
             self.rounds.before.append(report)
 
     def hear(self, report: Report, now: float) -> None:

@@ -36,6 +36,7 @@ from lightning_gc.local_steps.local_rounds import CommonState, LocalRounds
 from lightning_gc.transports.island import Island
 
 _log = logging.getLogger(__name__)
+_PLACE = Record({"round": WHOLE, "position": WHOLE, "steps": WHOLE})
 _SNAPSHOT = Record(
     {
         "round": WHOLE,
@@ -46,9 +47,8 @@ _SNAPSHOT = Record(
         "compressor": ANYTHING,
         "shared": Each(Each(ERRORS)),
     },
-    {"mark": TEXT},
+    {"mark": TEXT, "place": _PLACE},
 )
-_PLACE = Record({"round": WHOLE, "position": WHOLE, "steps": WHOLE})
 _ERROR = Record({"ask": TEXT, "run": TEXT, "number": WHOLE, "memory": Each(Each(ERRORS))})
 
 
@@ -244,9 +244,9 @@ class Inheritance:
         rounds, island = place.rounds, self._membership.island
         check = partial(check_snapshot, engine=engine, shapes=self._workers.shapes)
         with self._membership.visit(address) as ask:  # rank 0 alone asks
-            parts = (ask, check, elastic.patience, place.loop.check)
-            tree, there = heard(island, lambda: snapshot_and_place(*parts))
-            number = tree["round"]
+            parts = (ask, check, self._membership.is_over, elastic.patience, place.loop.check)
+            tree = heard(island, lambda: timely_snapshot(*parts))
+            number, there = tree["round"], tree["place"]
             if place.resumed and (number, tree["mark"]) == (engine.step, self.mark()):
                 # The steps within the round are kept, too.
                 return number, rounds.position, "kept"
@@ -288,7 +288,10 @@ class Inheritance:
         return [number for number, _ in errors]
 
     def bequeath(self) -> None:
-        """Give this worker's error to the lowest of the others that takes it."""
+        """Give this worker's error to the lowest of the others that takes it.
+
+        It is given once: if an answer does not come, nobody else is asked.
+        """
         engine, membership = self._workers.first, self._membership
         common, number = engine.memory.common, membership.member.number
         memory = {
@@ -304,14 +307,24 @@ class Inheritance:
         for other, address in sorted(membership.neighbours.items()):
             if other == number:
                 continue
-            offer = membership.saying(f"offers its error to worker {other} at {address}")
+            offer, given = membership.saying(f"offers its error to worker {other}"), False
             with offer, suppress(OSError, ValueError), membership.visit(address) as ask:
+                place_of(ask)  # who does not answer now is given nothing
+                given = True
                 if ask(said) == {"taken": True}:
                     say(
                         "Worker %d leaves; worker %d has its error of norm %.6g.",
                         *(number, other, norm),
                     )
                     return
+                given = False
+            if given:
+                _log.warning(
+                    "Worker %d leaves. Worker %d was given its error of norm %.6g, and has not "
+                    "answered: if it has died, that error is lost.",
+                    *(number, other, norm),
+                )
+                return
         _log.warning(
             "Worker %d leaves, and no other worker takes its error of norm %.6g.", number, norm
         )
@@ -323,6 +336,13 @@ class Inheritance:
             self.closed = True
         self.add(self.left())
 
+    def _place(self) -> Tree:
+        assert self.place is not None
+        rounds, number = self.place.rounds, self._workers.first.step
+        # At the end of training all steps are counted before the last exchange.
+        position = 0 if rounds.position >= rounds.length else rounds.position
+        return {"round": number, "position": position, "steps": self.place.first + position}
+
     def answer(self, asked: Any) -> Tree:
         """Answer another worker, in a thread of the carrier."""
         place, engine = self.place, self._workers.first
@@ -332,13 +352,11 @@ class Inheritance:
                     raise ValueError("This worker has not begun yet.")
                 with self._still:
                     made = snapshot_of(place.rounds, engine)
-                    return each_tensor(made | {"mark": self.mark()}, to_host)
+                    made |= {"mark": self.mark(), "place": self._place()}
+                    return each_tensor(made, to_host)
             case {"ask": "place"}:
                 with self._still:
-                    assert place is not None
-                    position = place.rounds.position
-                    steps = place.first + position
-                    return {"round": engine.step, "position": position, "steps": steps}
+                    return self._place()
             case {"ask": "took", "round": int(number), "number": int(worker)}:
                 roll = self._membership.member.roll  # begins where this worker came in
                 took = any(each.round == number and worker in each.members for each in roll)
@@ -367,14 +385,19 @@ def norm_of_error(engine: Engine) -> float:
     return math.sqrt(sum(float(error.double().square().sum()) for error in errors))
 
 
-def snapshot_and_place(
-    ask: Ask, check: Callable[[Any], None], patience: float, heed: Callable[[], None]
-) -> tuple[Any, Any]:
-    """Return a snapshot, and the donor's place in the same round.
+def timely_snapshot(
+    ask: Ask,
+    check: Callable[[Any], None],
+    is_over: Callable[[int], bool],
+    patience: float,
+    heed: Callable[[], None],
+) -> Any:
+    """Return a snapshot whose round is still under way when it has come.
 
     Args:
         ask: asks the donor.
         check: refuses a snapshot of another model.
+        is_over: says whether a round has been committed.
         patience: seconds.
         heed: raises what ends the loop.
 
@@ -386,9 +409,8 @@ def snapshot_and_place(
         asked = time.monotonic()
         tree = ask({"ask": "snapshot"})
         check(tree)
-        place = place_of(ask)
-        if place["round"] == tree["round"]:
-            return tree, place
+        if not is_over(tree["round"]):
+            return tree
         came = time.monotonic()
         if came > limit:
             raise RuntimeError(
@@ -396,11 +418,12 @@ def snapshot_and_place(
                 f"{came - asked:.3g} s. A round must take longer than that; raise every."
             )
         # After two that were late, the next one is asked for when a round begins.
-        while tries > 1 and time.monotonic() < came + 2 * (came - asked):
+        number = tree["round"]
+        while is_over(number):
+            number += 1
+        while tries > 1 and not is_over(number) and time.monotonic() < came + 2 * (came - asked):
             heed()
             time.sleep(0.01)
-            if place_of(ask)["round"] != place["round"]:
-                break
     raise AssertionError
 
 

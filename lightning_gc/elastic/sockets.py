@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import ipaddress
 import itertools
 import json
 import logging
-import queue
 import selectors
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,9 +33,9 @@ from lightning_gc.elastic.channel import (
     Waker,
     calling,
 )
-from lightning_gc.elastic.membership import Ask, Status
+from lightning_gc.elastic.membership import Ask, Carrier, Status
 from lightning_gc.elastic.rendezvous import KEPT, MOST, PLACE, Deputy
-from lightning_gc.elastic.roll import BEAT, Entry, Report, Round, Verdict, check_roll, entry_of
+from lightning_gc.elastic.roll import BEAT, Round, Verdict, check_roll, entry_of
 from lightning_gc.elastic.snapshot import from_bytes, to_bytes
 from lightning_gc.exchange.synchronizer import leave
 from lightning_gc.local_steps.round_plan import Elastic
@@ -112,22 +109,17 @@ class MeetingStore(Store):
         return answer
 
 
-class Sockets:
+class Sockets(Carrier):
     """Carries an elastic run by TCP, with a rendezvous as keeper and Gloo or NCCL for rounds.
 
-    A thread has the line to the rendezvous, so that no silent machine can hold up the training
-    thread for longer than it wants to wait. If the rendezvous is gone the thread connects again,
-    for as long as it takes. If the address is this machine's and nobody answers there, this process
-    serves the rendezvous until ``lightning-gc rendezvous`` asks for the port. A new rendezvous is
-    told the rounds that are not in its file.
+    If the rendezvous is gone the thread connects again, for as long as it takes. If the address is
+    this machine's and nobody answers there, this process serves the rendezvous until ``lightning-gc
+    rendezvous`` asks for the port. A new rendezvous is told the rounds that are not in its file.
 
     Args:
         elastic: as the user has set it.
         most: bytes of a message between workers that are accepted.
         device: of the weights.
-
-    Attributes:
-        status: of the rendezvous.
 
     Raises:
         ValueError: the file of the roll is not a roll.
@@ -135,44 +127,20 @@ class Sockets:
 
     def __init__(self, elastic: Elastic, most: int = MOST, device: torch.device = _HOST) -> None:
         host, port = self._place = host_and_port(elastic.rendezvous, "Elastic", "rendezvous")
-        if elastic.secret is None and not _is_loopback(host):
-            _log.warning(
-                "Elastic(secret=None): everyone who reaches %s may take part in this run, and "
-                "change its weights. Make a secret for all: openssl rand -base64 32 > secret.txt",
-                elastic.rendezvous,
-            )
+        self._name, self._seal = f"{host}:{port}", Seal(elastic.secret)
+        super().__init__(elastic, Status(f"nobody answers at {self._name}"))
         roll = None if elastic.roll is None else Path(elastic.roll)
         if roll is not None:
             check_roll(roll)
-        self._elastic, self._device = elastic, device
-        self._name, self._seal = f"{host}:{port}", Seal(elastic.secret)
+        self._device = device
         self._wire: Any = {"seal": self._seal, "most": most, "timeout": float(elastic.timeout)}
         self._deputy = Deputy(host, port, elastic.secret, roll)
-        self._report: Report | None = None
-        self._sent: Report | None = None
-        self._beat = 0
-        self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-        self._closed = threading.Event()
         self._term, self._cursor, self._pace = "", 0, BEAT
         self._rounds = deque[Round](maxlen=KEPT)  # committed, as far as it has read
         self._waker = Waker()
         self._door: Door | None = None
         self._interface = contextlib.ExitStack()  # Gloo's
-        self.status = Status(f"nobody answers at {self._name}")
-        self._thread = threading.Thread(target=self._work, name="elastic", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
-
-    def report(self, report: Report) -> None:
-        """Send this report from now on."""
-        self._report = report
-        self._waker.wake()
-
-    def hear(self, seconds: float) -> Entry | None:
-        """Return the next entry; None if none has come in this time."""
-        with contextlib.suppress(queue.Empty):
-            return self._entries.get(timeout=seconds)
-        return None
+        self._begin(open_to_all=not _is_loopback(host))
 
     @contextlib.contextmanager
     def propose(self, group: str, rank: int, size: int) -> Iterator[Transport]:
@@ -182,11 +150,9 @@ class Sockets:
             DistStoreError: the rendezvous is gone.
         """
         backend = "nccl" if self._device.type == "cuda" and dist.is_nccl_available() else "gloo"
-        timeout = timedelta(seconds=self._elastic.timeout)
-        with self._store(
-            group, self._elastic.timeout
-        ) as store:  # torch's group does not keep it alive
-            name = GroupName(group)
+        seconds, name = self._elastic.timeout, GroupName(group)
+        with self._store(group, seconds) as store:  # torch's group does not keep it alive
+            timeout = timedelta(seconds=seconds)
             made, _ = _new_process_group_helper(
                 size, rank, [], backend, store, group_name=name, timeout=timeout
             )
@@ -227,37 +193,26 @@ class Sockets:
         name = f"the rendezvous at {self._name}"
         return calling(self._place, self._seal, PLACE, MOST, timeout, name)
 
-    def close(self, wait: float = 2.0) -> None:
-        """Send the last report, and hang up. A rendezvous of this process ends, too.
-
-        Args:
-            wait: seconds that it may take to send it.
-        """
-        atexit.unregister(self.close)
-        limit = time.monotonic() + wait
-        while self._sent is not self._report and time.monotonic() < limit:
-            time.sleep(0.005)
-        self._closed.set()
+    def _wake(self) -> None:
         self._waker.wake()
-        self._thread.join(wait)
+
+    def _leave(self) -> None:
         self._deputy.close()
         self._interface.close()
         if self._door is not None:
             self._door.close()
-
-    def _work(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self._deputy.step_in(again=bool(self._term))
-                with self._calling(SILENCE) as link:
-                    self._talk(link)
-            except (OSError, RuntimeError, ValueError) as error:
-                named = self._name in str(error)
-                trouble = str(error) if named else f"{self._name}: {error}"
-                strange = isinstance(error, StrangerError)
-                self.status = self.status._replace(trouble=trouble, strange=strange)
-                self._closed.wait(1.0 if isinstance(error, HandshakeError) else 0.2)
         self._waker.close()
+
+    def _turn(self) -> None:
+        self._deputy.step_in(again=bool(self._term))
+        with self._calling(SILENCE) as link:
+            self._talk(link)
+
+    def _fail(self, error: Exception) -> None:
+        trouble = str(error) if self._name in str(error) else f"{self._name}: {error}"
+        strange = isinstance(error, StrangerError)
+        self.status = self.status._replace(trouble=trouble, strange=strange)
+        self._closed.wait(1.0 if isinstance(error, HandshakeError) else 0.2)
 
     def _talk(self, link: Link) -> None:
         """Send and receive until the rendezvous is gone."""
@@ -271,7 +226,8 @@ class Sockets:
                 if report is not sent or now >= due:
                     due = now + self._pace
                     if report is not None:
-                        link.send(b"" if report is sent else self._in_words(report))
+                        words = "" if report is sent else self._next_report(report).in_words()
+                        link.send(json.dumps({"report": words}).encode() if words else b"")
                         self._sent = sent = report
                 ready = selector.select(0.0 if link.channel.heard else max(0.0, due - now))
                 for key, _ in ready:
@@ -305,10 +261,6 @@ class Sockets:
                     if each.run != run or each.round > last:
                         link.send(json.dumps({"round": dataclasses.asdict(each)}).encode())
 
-    def _in_words(self, report: Report) -> bytes:
-        self._beat += 1
-        return json.dumps({"report": replace(report, beat=self._beat).in_words()}).encode()
-
     def _take(self, message: Any) -> None:
         """Take a message of the rendezvous."""
         match message:
@@ -321,7 +273,7 @@ class Sockets:
                 entry = entry_of(text)
                 if isinstance(entry, Verdict) and entry.record is not None:
                     self._rounds.append(entry.record)
-                self._entries.put(entry)
+                self._put(entry)
             case other:
                 raise ValueError(f"{str(other)[:60]} is not a message of a rendezvous")
 

@@ -1,8 +1,10 @@
 """Elastic workers that meet in a folder: killed, joined, told to leave, refused, replayed."""
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +27,7 @@ class Site:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder, self.meeting = folder, str(folder / "meeting")
         given: dict[str, Any] = {"pause": 0.02, "batch_norm": False} | settings
-        terms = {"secret": "secret", "grace": 4.0}
+        terms = {"secret": "secret", "grace": 4.0, "roll": str(folder / "{}.roll.jsonl")}
         self.job = Job(0, str(folder), meeting=self.meeting, elastic=terms, **given)
         self.processes: dict[str, Any] = {}
 
@@ -89,6 +91,8 @@ def test_a_killed_decider_and_a_joiner_are_replayed_and_nothing_is_left(site: Si
     meeting = Path(site.meeting)
     kept = {name: os.listdir(meeting / name) for name in ("rounds", "mail", "probe")}
     assert kept == {"rounds": [], "mail": [], "probe": []}
+    for name in others:  # each has written the same
+        assert list(Roll.read(site.folder / f"{name}.roll.jsonl")) == list(roll)
     logs = "".join((site.folder / f"{name}.log").read_text() for name in others)
     assert "is committed, by workers 0, 1, 2" in logs
     assert f"The folder {meeting} took" in logs
@@ -119,8 +123,78 @@ def test_a_leaver_hands_its_error_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_full_disk_and_a_read_only_folder_cost_time_only(tmp_path: Path) -> None:
+    disk = tmp_path / "meeting"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        pytest.skip("needs mount, and root")
+    site = Site(tmp_path, steps=400)
+    try:
+        site.start("a", "b")
+        for name in "ab":
+            site.until(name, 8)
+        with contextlib.suppress(OSError), (disk / "other").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(512))
+        stands = stopped_at(site)
+        time.sleep(6.0)  # longer than a message may take
+        os.remove(disk / "other")
+        site.until("a", stands + 8)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=10)
+        stands = stopped_at(site)
+        time.sleep(1.0)
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True, timeout=10)
+        site.until("b", stands + 8)
+        roll = site.assert_replayed(site.ended("a", "b"))
+        assert {each.members for each in roll} == {(0, 1)}
+    finally:
+        for process in site.processes.values():
+            process.kill()
+            process.join()
+        subprocess.run(["umount", "-l", str(disk)], check=True, timeout=10)
+
+
+def stopped_at(site: Site) -> int:
+    """Return the step at which the workers wait, as their folder takes nothing."""
+    step, since = -1, time.monotonic()
+    while time.monotonic() < since + 1.5:
+        if (now := step_of(site.job, "a")) != step:
+            step, since = now, time.monotonic()
+        time.sleep(0.01)
+    return step
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_slow_store_costs_time_only(tmp_path: Path) -> None:
+    """A tenth of a second for each request, and 10 MB of a second."""
+    site = Site(tmp_path, latency=0.1, rate=1e7)
+    site.job = Job(**vars(site.job) | {"elastic": site.job.elastic | {"timeout": 20.0}})
+    site.start("a", "b")
+    site.until("a", 8)
+    site.start("c")
+    roll = site.assert_replayed(site.ended("a", "b"))
+    assert {each.lost.values() for each in roll if each.lost} == set()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_faults(seed: int) -> None:
     """Also the worker that decides is killed."""
     seen = Run(seed, rounds=40, workers=3, within="{}").play(faults=4)
+    assert seen.problems == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(10))
+def test_ten_kills(seed: int) -> None:
+    """Half of them hit the worker that decides: at once, or before or after it writes."""
+    kinds = ("kill", "restart")
+    seen = Run(100 + seed, rounds=80, workers=3, within="{}").play(faults=10, kinds=kinds)
     assert seen.problems == []

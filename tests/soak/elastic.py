@@ -7,7 +7,8 @@
 A run passes if all workers that were neither killed nor told to leave end in time with the same
 weights, no process is left, and simulated workers that take part as the roll says end with the same
 bits. With islands of several processes a fault hits one of them, and all of a killed one's end.
-In a folder the worker that decides is killed where else the rendezvous is restarted.
+In a folder the worker that decides is killed where else the rendezvous is restarted: at once, or
+before or after it writes a decision.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,10 +82,17 @@ class Run:
         workers: at first.
         island: processes of each worker.
         within: URL of the folder where workers meet; None: at a rendezvous. ``{}``: this run's.
+        timeout: of ``Elastic``.
     """
 
     def __init__(
-        self, seed: int, rounds: int, workers: int, island: int = 1, within: str | None = None
+        self,
+        seed: int,
+        rounds: int,
+        workers: int,
+        island: int = 1,
+        within: str | None = None,
+        timeout: float = 5.0,
     ) -> None:
         self.draw, self.seen = random.Random(seed), Seen()
         self.least = min(3, workers)  # members when a fault hits one
@@ -106,8 +115,8 @@ class Run:
             elastic={
                 "secret": "soak",
                 "roll": None if within else str(self.roll),
-                "patience": 40.0,
-                "timeout": 5.0,
+                "patience": 8 * timeout,
+                "timeout": timeout,
                 "min_workers": self.least - 1,
             },
         )
@@ -176,7 +185,12 @@ class Run:
             here = [name for name in self.living if decides in self.processes[name].pids]
             for name in here:
                 self.gone.add(name)
-                os.kill(decides, signal.SIGKILL)
+                when = self.draw.choice(("now", "before", "after"))
+                if when == "now":
+                    os.kill(decides, signal.SIGKILL)
+                else:  # it writes its next decision
+                    (self.folder / f"{name}.die").write_text(when)
+                self.processes[name].join(30.0)
                 self.join()
         elif fault == "restart":
             assert self.server is not None
@@ -195,12 +209,12 @@ class Run:
         self.seen.ends.append(time.monotonic() - began)
         self.seen.deaths.append(self.times[seen][1] - began if len(self.times) > seen else 30.0)
 
-    def play(self, faults: int) -> Seen:
+    def play(self, faults: int, kinds: Sequence[str] = FAULTS) -> Seen:
         """Hit the workers at random steps, and wait for their end."""
         limit = time.monotonic() + 300 + 0.5 * self.job.steps
         last = int(self.job.steps * 0.7)
         moments = sorted(self.draw.randrange(8, last) for _ in range(faults))
-        plan = self.draw.sample(FAULTS * faults, faults)
+        plan = self.draw.sample([*kinds] * faults, faults)
         try:
             for moment, fault in zip(moments, plan, strict=True):
                 while max((step_of(self.job, n) for n in self.living), default=last) < moment:
@@ -267,8 +281,11 @@ def main(words: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=300, help="in all runs (default: 300)")
     parser.add_argument("--of-a-run", type=int, default=60, help="rounds (default: 60)")
     parser.add_argument("--faults", type=int, default=6, help="of a run (default: 6)")
+    parser.add_argument("--only", nargs="+", choices=FAULTS, default=FAULTS, help="kinds of faults")
     parser.add_argument("--workers", type=int, help="at first (default: 3, or 2 islands)")
     parser.add_argument("--islands", type=int, default=1, help="processes of a worker (default: 1)")
+    help_ = "more for a slow store (default: 5)"
+    parser.add_argument("--timeout", type=float, default=5.0, help=help_)
     parser.add_argument("--seed", type=int, default=0)
     help_ = "URL where workers meet, {} for the run's folder (default: they meet at a rendezvous)"
     parser.add_argument("--folder", nargs="?", const="{}", help=help_)
@@ -277,8 +294,9 @@ def main(words: list[str]) -> int:
     seed = options.seed
     while total.rounds < options.rounds:
         workers = options.workers or (3 if options.islands == 1 else 2)
-        run = Run(seed, options.of_a_run, workers, options.islands, options.folder)
-        seen = run.play(options.faults)
+        parts = (workers, options.islands, options.folder, options.timeout)
+        run = Run(seed, options.of_a_run, *parts)
+        seen = run.play(options.faults, options.only)
         total.rounds += max(seen.rounds, 1)
         total.repeated += seen.repeated
         total.deaths += seen.deaths

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_gc import COMPRESSORS, Elastic, LocalSteps, OuterSGD, Roll
+from lightning_gc.elastic import objects
 from lightning_gc.elastic.channel import Channel
 from lightning_gc.elastic.objects import Objects
 from lightning_gc.elastic.roll import Verdict, entry_of, line_of
@@ -50,6 +52,7 @@ class Job:
         holds: after so many steps a worker waits until its ``<name>.go`` exists; 0: never.
         island: processes of each worker.
         meeting: URL of the folder where they meet, in place of a rendezvous.
+        latency, rate: seconds that each request to the folder takes longer, and bytes of a second.
         elastic: further settings of ``Elastic``.
     """
 
@@ -68,6 +71,8 @@ class Job:
     holds: int = 0
     island: int = 1
     meeting: str | None = None
+    latency: float = 0.0
+    rate: float = math.inf
     elastic: dict[str, Any] = field(default_factory=dict)
 
     def parts(self) -> dict[str, Any]:
@@ -171,6 +176,8 @@ def train(
         format="%(asctime)s %(message)s",
     )
     terms = {"grace": 1.0, "timeout": 4.0, "patience": 60.0} | job.elastic
+    if terms.get("roll"):
+        terms["roll"] = str(terms["roll"]).format(name)
     where = job.meeting or f"127.0.0.1:{job.port}"
     elastic = Elastic(where, **terms)
     made = (
@@ -253,11 +260,11 @@ def write_roll(meeting: str, secret: str, path: Path) -> None:
     if path not in _OBSERVED:
         _OBSERVED[path] = Objects(meeting, secret), [0]
         _OBSERVED[path][0].enter()
-    objects, place = _OBSERVED[path]
+    seen, place = _OBSERVED[path]
     with path.open("a") as file:
-        while (body := objects.get(f"log/{place[0]:08d}")) is not None:
+        while (body := seen.get(f"log/{place[0]:08d}")) is not None:
             place[0] += 1
-            for entry in map(entry_of, json.loads(body)):
+            for entry in map(entry_of, json.loads(body)["said"]):
                 if isinstance(entry, Verdict) and entry.record is not None:
                     file.write(line_of(entry.record))
 
@@ -267,10 +274,60 @@ _OBSERVED: dict[Path, tuple[Objects, list[int]]] = {}
 
 def decider(meeting: str | None, secret: str) -> int:
     """Return the process that holds the lease of a folder; 0: none does."""
-    objects = Objects(str(meeting), secret)
-    objects.enter()
-    body = objects.get("keeper")
+    there = Objects(str(meeting), secret)
+    there.enter()
+    body = there.get("keeper")
     return 0 if body is None else int(json.loads(body)["box"].split("-")[-2])
+
+
+class Store:
+    """A store of a worker that meets others in a folder: slow, damaging, or deadly.
+
+    Args:
+        inner: the folder.
+        job: says how slow it is.
+        name: of the worker. If ``<name>.die`` exists, it dies before or after, as the file says,
+            the next object of the log is written.
+        damaged: number of answers that come damaged.
+    """
+
+    def __init__(self, inner: Any, job: Job, name: str, damaged: int) -> None:
+        self._inner, self._job, self._damaged = inner, job, damaged
+        self._die = Path(job.folder) / f"{name}.die"
+
+    def put(self, name: str, data: bytes) -> None:
+        self._wait(len(data))
+        self._inner.put(name, data)
+
+    def create(self, name: str, data: bytes) -> None:
+        when = self._die.read_text() if name.startswith("log/") and self._die.exists() else ""
+        self._wait(len(data))
+        if when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._inner.create(name, data)
+        if when:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def get(self, name: str) -> bytes:
+        data: bytes = self._inner.get(name)
+        self._wait(len(data))
+        if self._damaged and name.startswith("mail/") and len(data) > 1000:
+            self._damaged -= 1
+            data = flipped(data)
+        return data
+
+    def names(self, folder: str) -> dict[str, str]:
+        self._wait(0)
+        found: dict[str, str] = self._inner.names(folder)
+        return found
+
+    def remove(self, names: Sequence[str]) -> None:
+        self._wait(0)
+        self._inner.remove(names)
+
+    def _wait(self, nbytes: int) -> None:
+        if self._job.latency:
+            time.sleep(self._job.latency + nbytes / self._job.rate)
 
 
 def _main(
@@ -294,6 +351,8 @@ def _main(
     name = f"{name}.{rank}" if rank else name
     if damaged:
         _damage_snapshots(2)
+    open_store = objects.store_at
+    objects.store_at = lambda url: Store(open_store(url), job, name, 2 * damaged)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if plain:  # a Trainer has a handler
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -312,10 +371,15 @@ def _damage_snapshots(number: int) -> None:
     def damaged(channel: Channel, data: bytes) -> None:
         if len(data) > 1000 and left[0] and "worker" in channel._name:
             left[0] -= 1
-            data = data[:500] + bytes([data[500] ^ 4]) + data[501:]
+            data = flipped(data)
         feed(channel, data)
 
     Channel.feed = damaged  # type: ignore[method-assign,assignment]
+
+
+def flipped(data: bytes) -> bytes:
+    """Return data with another bit."""
+    return data[:500] + bytes([data[500] ^ 4]) + data[501:]
 
 
 class Worker:

@@ -670,3 +670,20 @@ def test_what_is_no_entry_or_report_is_refused(text: str) -> None:
         entry_of(text)
     with pytest.raises(ValueError, match="report"):
         Report.read(text)
+
+
+def test_a_leaver_whom_only_a_keeper_before_has_heard_is_named() -> None:
+    keeper = Keeper(0.0, 0.0, file=[Round(0, (0, 1, 2), run="run")])
+    keeper.remember(Report("gone", 9, "left", "run", number=0, round=1), 0.0)
+    here = [Report(str(n), 1, "asking", "run", number=n, round=1, mark="m") for n in (1, 2)]
+    here = [dataclasses.replace(each, terms=terms(each.token)) for each in here]
+    for each in here:
+        keeper.hear(each, 1.0)
+    assert [type(each) for each in keeper.tick(1.0)] == [Verdict, Called]  # one is said again
+    for each in here:
+        done = dataclasses.replace(each, beat=2, phase="done", members=(1, 2), digest="d")
+        keeper.hear(done, 3.0)
+    (verdict,) = keeper.tick(3.0)
+    assert isinstance(verdict, Verdict)
+    assert verdict.record is not None
+    assert verdict.record.left == (0,)

@@ -18,7 +18,7 @@ from lightning_gc import ErrorFeedback, TopK
 from lightning_gc.elastic import snapshot
 from lightning_gc.elastic.channel import HandshakeError, Seal
 from lightning_gc.elastic.roll import Round
-from lightning_gc.elastic.snapshot import Inheritance, from_bytes, snapshot_and_place, to_bytes
+from lightning_gc.elastic.snapshot import Inheritance, from_bytes, timely_snapshot, to_bytes
 from lightning_gc.elastic.sockets import Door, visiting
 from lightning_gc.engine import Engine
 from lightning_gc.local_steps import Elastic
@@ -183,7 +183,7 @@ def test_a_snapshot_ends_an_attempt_whose_verdict_was_not_read(
     host, undo = torch.device("cpu"), partial(engine.undo, {})
     donor, worker = (Inheritance(workers, host, each, undo) for each in memberships)
     memberships[1].visit = lambda address: contextlib.nullcontext(donor.answer)
-    monkeypatch.setattr(snapshot, "snapshot_and_place", lambda *_: ({"round": 6}, place))
+    monkeypatch.setattr(snapshot, "timely_snapshot", lambda *_: {"round": 6, "place": place})
     monkeypatch.setattr(snapshot, "place_of", lambda ask: place)
     monkeypatch.setattr(snapshot, "load_snapshot", lambda *_, **__: engine.loss_scaling.settle())
     worker.place = snapshot.Place(mock.MagicMock(), mock.MagicMock(), 0, True, False)
@@ -209,22 +209,66 @@ class Donor:
     def __call__(self, said: Any) -> Any:
         self.asked.append(said["ask"])
         found = {"round": self.round}
-        if self.asked[-1] == "place":
-            return found | {"position": 2, "steps": 42}
         self.round += self.late > 0
         self.late -= 1
         return found
+
+    def is_over(self, number: int) -> bool:
+        return number < self.round
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_a_snapshot_of_a_round_that_is_over_is_asked_for_again(late: int) -> None:
     donor: Any = Donor(late)
-    tree, place = snapshot_and_place(donor, lambda tree: None, 60.0, lambda: None)
-    assert tree["round"] == place["round"] == 5 + late
-    assert donor.asked.count("snapshot") == late + 1
+    tree = timely_snapshot(donor, lambda tree: None, donor.is_over, 60.0, lambda: None)
+    assert tree["round"] == 5 + late
+    assert donor.asked == ["snapshot"] * (late + 1)
 
 
 def test_a_round_that_is_shorter_than_a_snapshot_is_named() -> None:
     donor: Any = Donor(1000)
     with pytest.raises(RuntimeError, match="raise every"):
-        snapshot_and_place(donor, lambda tree: None, 0.0, lambda: None)
+        timely_snapshot(donor, lambda tree: None, donor.is_over, 0.0, lambda: None)
+
+
+@pytest.mark.parametrize(("silent", "heirs"), [("place", [2]), ("error", [1]), ("", [1])])
+def test_an_error_is_given_once(
+    silent: str, heirs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Worker 1 takes so long for an answer that the one who leaves gives up."""
+    engine = Engine(TopK(0.1), ErrorFeedback(), seed=0)
+    engine.begin_fit(revocable=True)
+    Simulated(1).run([engine.flow(torch.randn(30), {"a": (30,)})])
+    took: list[int] = []
+
+    def visit(address: str) -> Any:
+        def ask(said: Any) -> Any:
+            if said["ask"] == "error":
+                took.append(int(address))
+            if (said["ask"], address) == (silent, "1"):
+                raise TimeoutError("it does not answer")
+            place = {"round": 1, "position": 0, "steps": 4}
+            return {"taken": True} if said["ask"] == "error" else place
+
+        return contextlib.nullcontext(ask)
+
+    membership: Any = mock.MagicMock(visit=visit, neighbours={0: "0", 2: "2", 1: "1"})
+    membership.member = mock.MagicMock(number=0)
+    workers: Any = mock.MagicMock(first=engine)
+    Inheritance(workers, torch.device("cpu"), membership, lambda: None).bequeath()
+    assert took == heirs
+    assert ("Worker 1 was given its error" in caplog.text) == (silent == "error")
+
+
+@pytest.mark.parametrize(("position", "expected"), [(0, 0), (3, 3), (4, 0)])
+def test_who_joins_at_the_end_of_the_last_round_makes_its_steps(
+    position: int, expected: int
+) -> None:
+    """Else its loop would end with the weights before that round."""
+    rounds: Any = mock.MagicMock(position=position, length=4)
+    workers: Any = mock.MagicMock()
+    workers.first.step = 29
+    worker = Inheritance(workers, torch.device("cpu"), mock.MagicMock(), lambda: None)
+    worker.place = snapshot.Place(rounds, mock.MagicMock(), 116, True, False)
+    said = {"round": 29, "position": expected, "steps": 116 + expected}
+    assert worker.answer({"ask": "place"}) == said
