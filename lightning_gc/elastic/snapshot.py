@@ -339,8 +339,7 @@ class Inheritance:
     def _place(self) -> Tree:
         assert self.place is not None
         rounds, number = self.place.rounds, self._workers.first.step
-        # At the end of training all steps are counted before the last exchange.
-        position = 0 if rounds.position >= rounds.length else rounds.position
+        position = rounds.position % rounds.length  # the thread of training may be counting a step
         return {"round": number, "position": position, "steps": self.place.first + position}
 
     def answer(self, asked: Any) -> Tree:

@@ -539,11 +539,12 @@ class LocalRounds:
 
     def ending(self) -> Waits:
         """Exchange everything now and wait for it, so that all weights are common."""
+        self.position = 0  # who joins an elastic run during this exchange has these steps to make
         finite = (yield from self._land()) if self.exchange.flight is not None else True
         for index in range(self.plan.fragments):
             self._send(index, 0, wait=True)
             finite = (yield from self._land()) and finite
-        self.position, self.length = 0, self.every
+        self.length = self.every
         return finite
 
     def arrive(self) -> None:
