@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_gc.core.flow import Exchange, Gather, Payload, Request
 from lightning_gc.core.message import Message
-from lightning_gc.transports import Distributed, distributed
+from lightning_gc.transports import Distributed, base
 from lightning_gc.transports.p2p import PIECE
 from lightning_gc.transports.peer_error import PeerError
 from tests.support.processes import run_in_processes
@@ -63,7 +63,7 @@ def lying(lie: Lie) -> Iterator[None]:
         return torch.nn.functional.pad(message, (0, -min(lie.cut, message.numel())), value=3)
 
     with (
-        mock.patch.object(distributed, "lengths_of", announce),
+        mock.patch.object(base, "lengths_of", announce),
         mock.patch.object(Message, "pack", send),
     ):
         yield

@@ -191,7 +191,7 @@ def _collectives(counts: Counting, workers: int) -> list[tuple[Any, str, Any]]:
         counts.note("all-gather", own, out)
         _held(out).view(workers, -1).copy_(_held(own).view(1, -1))
 
-    def all_reduce(flat: Tensor, group: Any = None) -> None:
+    def all_reduce(flat: Tensor, group: Any = None, async_op: bool = False) -> None:
         counts.note("all-reduce", flat, flat)
         _held(flat).mul_(workers)
 

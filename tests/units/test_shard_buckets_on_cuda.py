@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gc.core.flow import Flow, Request
 from lightning_gc.exchange.workers import Shapes
-from lightning_gc.sharded import shard_exchange
+from lightning_gc.sharded import fsdp_units, shard_exchange
 from lightning_gc.sharded.fsdp_units import Piece
 from lightning_gc.sharded.shard_exchange import ShardBuckets
 from lightning_gc.transports import Recording, Transport
@@ -60,8 +60,8 @@ class Pass:
         self.background = Background(Recording(Silent()), CUDA)
         self.ends: list[Callable[[], None]] = []
         self.exchanged: list[tuple[str, list[float]]] = []
-        patch.setattr(shard_exchange, "after_backward", self.ends.append)
-        patch.setattr(shard_exchange, "gradient_of", self.gradient_of)
+        patch.setattr(fsdp_units, "after_backward", self.ends.append)
+        patch.setattr(fsdp_units, "gradient_of", self.gradient_of)
         names = {unit.param: unit.name for unit in self.units}
         self.buckets = ShardBuckets(
             self.units, names, bucket_bytes, self.submit, self.background.check, lambda: None
