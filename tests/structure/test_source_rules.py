@@ -62,12 +62,17 @@ def files() -> list[Path]:
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
 
 
-def test_few_statements_raise() -> None:
-    """Sentences for users are rows of ``core/combinations.py``, or written by ``refuse``."""
+def test_lines_and_statements_that_raise_get_fewer() -> None:
+    """Sentences for users are rows of ``core/combinations.py``, or written by ``refuse``.
+
+    Both ceilings may only fall. A new capability pays with lines elsewhere.
+    """
     own = {"lightning_gc", "controllers"}
-    trees = [ast.parse(p.read_text()) for p in files() if p.relative_to(ROOT).parts[0] in own]
-    raising = sum(isinstance(node, ast.Raise) for tree in trees for node in ast.walk(tree))
-    assert raising <= 500
+    texts = [p.read_text() for p in files() if p.relative_to(ROOT).parts[0] in own]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    raising = sum(isinstance(node, ast.Raise) for node in nodes)
+    assert sum(text.count("\n") for text in texts) <= 69_250
+    assert raising <= 450
 
 
 SHARED = """
