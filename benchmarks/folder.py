@@ -4,8 +4,8 @@
     python benchmarks/folder.py --goodput 3
 
 Workers are processes in network namespaces, whose ways out and in are shaped. The bucket is a
-server of S3's protocol in a namespace of its own, whose link is not shaped. The slow folder is one
-of this machine, to which every request takes 0.1 s longer and a second has 10 MB. Needs Linux,
+server of S3's protocol in a namespace of its own, whose link is not shaped. The slow folder lies on
+this machine. Each of its requests takes 0.1 s longer, and its rate is 10 MB/s. Needs Linux,
 root, iproute2, s3fs and moto[server].
 
 With ``--goodput`` jobs of this machine die and join as in ``papers/goodput.py``, with a folder in

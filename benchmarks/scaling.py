@@ -119,7 +119,8 @@ def nbytes(shapes: Shapes) -> int:
 def errors(traces: Sequence[Trace]) -> tuple[float, float]:
     """Return two relative errors of a pattern.
 
-    Of the bytes sent at the largest W, predicted from the others, and the largest of the seconds.
+    The first is that of the bytes at the largest W, predicted from the others. The second is the
+    largest of the seconds.
     """
     found, largest = pattern(traces), traces[-1]
     guessed = replace(found, sizes=pattern(traces[:-1]).sizes).at(largest.workers)

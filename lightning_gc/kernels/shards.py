@@ -18,7 +18,7 @@ from lightning_gc.core.segments import Pending, pieces_of
 from lightning_gc.kernels import segments
 
 Parts = Sequence[tuple[str, int, int, int]]
-"""Of each part the parameter's name, its index among the bucket's that are not empty, its first
+"""Parts: each has the parameter's name, its index among the bucket's that are not empty, its first
 element and its end."""
 Payloads = Sequence[Payload]
 

@@ -99,7 +99,7 @@ def attempt(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield results of a table of kernels for ``numbers``, and beside each the result of torch.
 
-    With ``pending`` there are two parameters, of which the second one is idle.
+    With ``pending`` there are two parameters, and the second one is idle.
     """
     names = "a" if pending is None else "ab"
     size = numbers.numel() // len(names)

@@ -191,7 +191,7 @@ class Joining(StrategyAPI):
     """Mixin, before a strategy of Lightning's, that has ``_timeout``."""
 
     _until_teardown: contextlib.ExitStack | None = None
-    """What ends with ``teardown``."""
+    """Contexts that end with ``teardown``."""
 
     @contextlib.contextmanager
     def _patiently(self) -> Iterator[None]:
