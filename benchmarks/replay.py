@@ -7,19 +7,22 @@ Workers are processes in network namespaces; the links are shaped. `lightning-gc
 sleeps the GPU's part of a step and the part of compression, and sends the messages. Above each
 table is the rate of a large all-reduce, which on fast links is the machine's own limit.
 
-With ``--check`` each replay has a real training beside it. There DDP makes the buckets, torch's
-hook or ``attach`` handles them, and gradients are compressed by this machine's CPU. Only the
-module's passes are slept, for as long as in the replay.
+With ``--check`` each replay has real trainings beside it: DDP makes the buckets, and torch's hook
+or ``attach`` handles them. Their passes are slept, and compression as well, each for as long as in
+the replay. In a last column this machine's CPU compresses, while it copies the gradients.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import os
 import statistics
 import sys
 import time
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,13 +35,19 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gc import attach
+from lightning_gc import Identity, attach
+from lightning_gc.advice.costs import segment_trace
 from lightning_gc.advice.description import HOOK, PLAIN, shapes_of
 from lightning_gc.advice.link_probe import probe, sustained
-from lightning_gc.advice.replay import measure
+from lightning_gc.advice.prediction import Situation
+from lightning_gc.advice.replay import measure, request
+from lightning_gc.advice.traces import Trace
 from lightning_gc.advice.what_if import WhatIf
 from lightning_gc.bench.benchmark import COLUMNS, cells
+from lightning_gc.compressors.joint import WholeCodec
+from lightning_gc.core import Bucket, Flow
 from lightning_gc.methods.text_table import markdown
+from lightning_gc.schemes import Scheme
 from lightning_gc.transports.distributed import Distributed
 from lightning_gc.transports.link import Link as Unused
 
@@ -95,16 +104,71 @@ class Asleep(nn.Module):
         return x
 
 
-def trained(case: WhatIf, method: str, steps: int) -> list[float]:
-    """Return the seconds of steps of a real training whose passes are slept."""
+class Here(WhatIf):
+    """A description with this machine's seconds of compression, which delay no slept pass."""
+
+    @functools.cached_property
+    def _costs(self) -> dict[str, list[Trace]]:
+        base = super().situation()
+        names = [[base.names[i] for i in piece] for piece in base.pieces]
+        shapes = [{name: self.shapes[name] for name in piece} for piece in names]
+        owns = [torch.randn(sum(map(math.prod, each.values()))) for each in shapes]
+        found = {
+            name: [
+                segment_trace(method, each, own, self.workers)
+                for each, own in zip(shapes, owns, strict=True)
+            ]
+            for name, method in {base.whole: None, **self.methods}.items()
+        }
+        of_worker_0 = [found]  # one schedule for all
+        dist.broadcast_object_list(of_worker_0)
+        return of_worker_0[0]
+
+    def situation(self) -> Situation:
+        """Return what ``advise`` would have measured of a module that sleeps."""
+        return replace(super().situation(), costs=self._costs, contention=0.0)
+
+
+@dataclass(frozen=True)
+class SleptScheme(Scheme):
+    """Sleeps instead of compressing, and sends messages of a compressor's sizes."""
+
+    traces: tuple[tuple[int, Trace], ...] = ()
+
+    def flow(self, codec: WholeCodec, bucket: Bucket, buffer: Tensor, out: Tensor) -> Flow:
+        """Sleep and send; leave the mean as it is."""
+        whole = sum(map(math.prod, bucket.shapes.values()))
+        # DDP arranges its buckets after the first step.
+        trace = dict(self.traces).get(whole, self.traces[-1][1] if not bucket.step else None)
+        assert trace is not None, f"No bucket of {whole} elements was expected."
+        for seconds, asked in zip(trace.seconds, trace.asked, strict=False):
+            time.sleep(seconds)
+            yield request(asked, bucket.workers)
+        time.sleep(trace.seconds[-1])
+
+
+def trained(case: WhatIf, method: str, steps: int, slept: bool) -> list[float]:
+    """Return the seconds of steps of a real training whose passes are slept.
+
+    Args:
+        case: the description.
+        method: one of its methods, or a baseline.
+        steps: how many.
+        slept: compression is, too.
+    """
     ddp = DistributedDataParallel(Asleep(case), gradient_as_bucket_view=True)
     handle = None
     if method == HOOK:  # over Gloo torch has that of fp16 only
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif method != PLAIN:
         chosen = case.methods[method]
-        memory, scheme = chosen.memory_and_scheme()
-        handle = attach(ddp, chosen.make_compressor({}), memory, scheme, timeout=LIMIT)
+        parts: tuple[Any, ...] = (chosen.make_compressor({}), *chosen.memory_and_scheme())
+        if slept:
+            situation = case.situation()
+            sizes = [round(each.asked[0].nbytes / 4) for _, each in situation.buckets(None)]
+            traces = [each for _, each in situation.buckets(None, situation.costs[method])]
+            parts = (Identity(), None, SleptScheme(tuple(zip(sizes, traces, strict=True))))
+        handle = attach(ddp, *parts, timeout=LIMIT)
     found = []
     x = torch.ones(1, requires_grad=True)
     for _ in range(3 + steps):  # buckets are made again, kernels are read
@@ -126,7 +190,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=LIMIT)
     (model,) = options.model
     methods = tuple(options.methods)
-    case = WhatIf(
+    kind = Here if options.check else WhatIf
+    case = kind(
         *(shapes_of(model), STEP_MS[model] * 1e-3, dist.get_world_size(), Unused(1e6, 50.0)),
         gpu=not options.check,
         chosen=methods,
@@ -137,23 +202,26 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         rows = measure(case, rounds, options.steps, lambda _: None)
         dist.destroy_process_group()
         return {"gbps": own, "rows": rows}
-    pairs: dict[str, list[list[float]]] = {m: [[], []] for m in (PLAIN, HOOK, *case.methods)}
+    found: dict[str, list[list[float]]] = {m: [[], [], []] for m in (PLAIN, HOOK, *case.methods)}
     for _ in range(rounds):
         rows = measure(case, 1, options.steps, lambda _: None)
-        for name, (slept, real) in pairs.items():
-            slept.append(rows[name]["seconds"])
-            real.append(statistics.median(trained(case, name, options.steps)))
+        for name, (replayed, *real) in found.items():
+            replayed.append(rows[name]["seconds"])
+            for column, slept in zip(real, (True, False), strict=True):
+                column.append(statistics.median(trained(case, name, options.steps, slept)))
     dist.destroy_process_group()
-    return {"gbps": own, "pairs": pairs}
+    return {"gbps": own, "pairs": found}
 
 
-def compared(pairs: dict[str, list[list[float]]]) -> str:
-    """Return a table of medians of rounds: replayed, trained, and their ratio."""
+def compared(found: dict[str, list[list[float]]]) -> str:
+    """Return a table of medians of rounds: replayed, trained, their ratio, and on these cores."""
     lines = []
-    for name, both in pairs.items():
-        slept, real = map(statistics.median, both)
-        lines.append([name, f"{slept:.4f}", f"{real:.4f}", f"{slept / real:.3f}"])
-    return markdown(["", "s replayed", "s trained", "replayed / trained"], lines)
+    for name, columns in found.items():
+        replayed, slept, real = map(statistics.median, columns)
+        ratio = f"{replayed / slept:.3f}"
+        lines.append([name, f"{replayed:.4f}", f"{slept:.4f}", ratio, f"{real:.4f}"])
+    head = ["", "s replayed", "s trained", "replayed / trained", "s, compressed by these cores"]
+    return markdown(head, lines)
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ def replay(situation: Situation, buckets: Buckets, transport: Distributed) -> Ca
         The requests of all buckets, as in a training.
     """
     works = [trace.work(ready, situation.links) for ready, trace in buckets]
-    asked = [[_request(each, transport.workers) for each in trace.asked] for _, trace in buckets]
+    asked = [[request(each, transport.workers) for each in trace.asked] for _, trace in buckets]
     plain = all(trace == dense(trace.asked[0].nbytes, trace.workers) for _, trace in buckets)
     module, under_way = situation.module, list[Any]()
     overhead = situation.overhead if buckets else 0.0  # of DDP
@@ -85,8 +85,8 @@ def _sleep_until(moment: float) -> None:
     time.sleep(max(moment - time.perf_counter(), 0.0))
 
 
-def _request(asked: Asked, workers: int) -> Request:
-    """Return a request of this kind and size, for the host."""
+def request(asked: Asked, workers: int) -> Request:
+    """Return a request of this kind and size, for the host, with which nothing else is sent."""
     if asked.kind == "Mean":
         return Mean((torch.zeros(round(asked.nbytes / 4), dtype=torch.float32, device="cpu"),))
     payload = (torch.zeros(round(asked.nbytes), dtype=torch.uint8, device="cpu"),)
