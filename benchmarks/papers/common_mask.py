@@ -277,28 +277,23 @@ def cells(seeds: int) -> list[Cell]:
     add([DENSE], USUAL, (1,), *OPTIMIZERS)
     add([*MASKS, *PRODUCTS], USUAL, (16, 8), adam)
     add(RECIPES, USUAL, (16,), adam)
-    add([*FEW, *QUICK, "QSGD, two-shot"], USUAL, (8, 16), *others)
-    add([*MASKS, *PRODUCTS], USUAL, (32,), adam)
-    for arm, share in ((DENSE, 1), *((each, 16) for each in FEW), ("QSGD, two-shot", 8)):
-        kinds.append((arm, USUAL, share, "transformer", adam, LONG))
-    names = ("arm", "workers", "share", "model", "optimizer", "steps")
-    named = [dict(zip(names, kind, strict=True)) for kind in kinds]
-    found = [
-        {**kind, "rate": rate, "seed": seed}
-        for kind in named
-        for seed in range(seeds)
-        for rate in (RATES if seed == 0 else (tuned_rate.TUNED,))
-    ]
-    kinds.clear()
+    at_usual = len(kinds)
     for workers in (size for size in SIZES if size != USUAL):  # at the usual number's rates
         add([*FEW, "rows by a sketch, 16 bits", *QUICK], workers, (8, 16), adam)
-        add(["QSGD, two-shot"], workers, (8,), adam)
-    for kind in kinds:
-        found += [
-            {**dict(zip(names, kind, strict=True)), "rate": tuned_rate.TUNED, "seed": seed}
-            for seed in range(seeds)
-        ]
-    return found
+    add(["QSGD, two-shot"], min(SIZES), (8,), adam)
+    kinds.append(("QSGD, two-shot", max(SIZES), 8, "transformer", adam, STEPS))  # slow, simulated
+    others_at_usual = len(kinds)
+    add([*FEW, *QUICK, "QSGD, two-shot"], USUAL, (8, 16), *others)
+    for arm, share in ((DENSE, 1), *((each, 16) for each in FEW), ("QSGD, two-shot", 8)):
+        kinds.append((arm, USUAL, share, "transformer", adam, LONG))
+    add([*MASKS, *PRODUCTS], USUAL, (32,), adam)
+    names = ("arm", "workers", "share", "model", "optimizer", "steps")
+    return [
+        {**dict(zip(names, kind, strict=True)), "rate": rate, "seed": seed}
+        for number, kind in enumerate(kinds)
+        for seed in range(seeds)
+        for rate in ((tuned_rate.TUNED,) if seed or at_usual <= number < others_at_usual else RATES)
+    ]
 
 
 def before(cell: Cell) -> list[Cell]:

@@ -1,0 +1,248 @@
+"""Seconds until plain DDP's loss is reached, by the clock: real processes over shaped links.
+
+    python benchmarks/papers/time_to_loss.py --data wikitext-2/
+    python benchmarks/papers/time_to_loss.py --data wikitext-2/ --only mbit=0    # the rates alone
+
+Needs Linux, root and iproute2. Run it alone, for it measures time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import frame
+import tasks  # noqa: F401 - sets the path
+import torch
+import torch.distributed as dist
+import tuned_rate
+from frame import Cell, Experiment, Row, interval, spread, table, values
+from matplotlib.figure import Figure
+from namespaces import Link, check_privileges, launch, network
+from network_methods import LIMIT, fit, make_strategy
+from pytorch_lightning import Callback, LightningModule
+from text import columns, load
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_gc.bench.baselines import FP16, PLAIN
+from lightning_gc.kernels import dispatch
+from lightning_gc.methods import plot_style
+
+WORKERS, BATCH, LENGTH, WIDTH = 2, 8, 32, 96
+STEPS, WARM, WINDOW, POINT = 2_000, 100, 100, 10
+RATES = (0.00075, 0.0015, 0.003, 0.006, 0.012)
+LINKS = (100, 1_000)
+METHODS = (PLAIN, FP16, "QSGD(4)", "TopK(0.01)", "PowerSGD(2)")
+TUNING = 100  # a seed
+
+
+class Words(LightningModule):
+    """A transformer of two blocks that predicts words; AdamW, warmed up, then at one rate."""
+
+    def __init__(self, words: int, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.embedding = nn.Embedding(words, WIDTH)
+        self.places = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        block = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(
+            block, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False
+        )
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        """Return the mean cross-entropy of the words that follow."""
+        words, following = batch[:, :-1], batch[:, 1:]
+        hidden = self.blocks(self.embedding(words) + self.places, mask=self.mask, is_causal=True)
+        logits = hidden @ self.embedding.weight.t()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW, and its warm-up."""
+        optimizer = torch.optim.AdamW(self.parameters(), self.rate)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM, total_iters=WARM)
+        return [optimizer], [{"scheduler": warm, "interval": "step"}]
+
+
+class Watch(Callback):
+    """Notes loss and seconds after each step, from the first step's beginning on."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        """Wait until kernels are compiled, and all workers are there; start the clock."""
+        dispatch.host.wait()
+        dist.barrier()
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        """Note them."""
+        self.losses.append(float(outputs["loss"]))
+        self.seconds.append(time.perf_counter() - self.began)
+
+
+def work(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Train once, as one worker."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=LIMIT)
+    corpus = load(options.data, rare=20)
+    torch.manual_seed(options.seed)
+    module = Words(len(corpus.words), options.rate)
+    text = columns(corpus.train, WORKERS * BATCH)
+    draw = torch.Generator().manual_seed(options.seed)
+    own = text[torch.randperm(len(text), generator=draw)[dist.get_rank() :: WORKERS]]
+    starts = torch.randint(text.shape[1] - LENGTH - 1, (options.steps,), generator=draw).tolist()
+    cut: Any = [own[:, at : at + LENGTH + 1] for at in starts]
+    batches: DataLoader[Tensor] = DataLoader(cut, batch_size=None)
+    watch = Watch()
+    fit(make_strategy(options.method), module, batches, options.steps, [watch])
+    dist.destroy_process_group()
+    return {"losses": watch.losses, "seconds": watch.seconds}
+
+
+def cells(seeds: int) -> list[Cell]:
+    """Return the runs that choose rates, over a link as fast as the machine; then the timed."""
+    kinds = [{"method": method, "steps": STEPS} for method in METHODS]
+    study = [{**k, "mbit": 0, "rate": r, "seed": TUNING} for k in kinds for r in RATES]
+    return study + [
+        {**kind, "mbit": mbit, "rate": tuned_rate.TUNED, "seed": seed}
+        for mbit in LINKS
+        for seed in range(seeds)
+        for kind in kinds
+    ]
+
+
+def before(cell: Cell) -> list[Cell]:
+    """Return the runs that choose a cell's rate."""
+    trials = tuned_rate.trials({**cell, "mbit": 0}, RATES)
+    return [{**trial, "seed": TUNING} for trial in trials]
+
+
+def train(cell: Cell, data: Path | None) -> Row:
+    """Train once; of losses and seconds every tenth is kept, losses as means over ``WINDOW``."""
+    given = {"method": cell["method"], "steps": cell["steps"], "seed": cell["seed"], "data": data}
+    given |= {"rate": tuned_rate.rate(cell)}
+    with network(WORKERS, Link(cell["mbit"])) as spaces:
+        words = [f"--{name}={value}" for name, value in given.items()]
+        answers = launch(__file__, ["--worker", *words], spaces, timeout=7200)
+    losses = [statistics.mean(pair) for pair in zip(*(a["losses"] for a in answers), strict=True)]
+    at = range(WINDOW, len(losses) + 1, POINT)
+    means = [statistics.mean(losses[stop - WINDOW : stop]) for stop in at]
+    seconds = [max(answer["seconds"][stop - 1] for answer in answers) for stop in at]
+    return {"loss": means[-1], "losses": means, "seconds": seconds}
+
+
+def reached(row: Row, target: float) -> float | None:
+    """Return the seconds after which a run's loss is at the target, if it is."""
+    pairs = zip(row["seconds"], row["losses"], strict=True)
+    return next((seconds for seconds, loss in pairs if loss <= target), None)
+
+
+def page(rows: list[Row]) -> str:
+    """Return a table for each link."""
+    text = ""
+    for mbit in LINKS:
+        found = {
+            method: frame.where(rows, method=method, mbit=mbit, rate=tuned_rate.TUNED)
+            for method in METHODS
+        }
+        seeds = {row["seed"] for row in found[PLAIN]}
+        targets = {row["seed"]: row["loss"] for row in found[PLAIN]}
+        times: dict[str, dict[int, float | None]] = {
+            method: {r["seed"]: reached(r, targets[r["seed"]]) for r in each if r["seed"] in seeds}
+            for method, each in found.items()
+        }
+        lines = []
+        for method, own in times.items():
+            study = frame.where(rows, method=method, mbit=0)
+            if not own or not study:
+                continue
+            best = min(study, key=lambda row: row["loss"])
+            edge = " (edge)" if tuned_rate.is_edge(best, RATES) else ""
+            done = [seconds for seconds in own.values() if seconds is not None]
+            cells = [
+                method,
+                f"{best['rate']:g}{edge}",
+                spread(values(found[method], "loss"), ".3f"),
+            ]
+            if len(done) < len(own):
+                lines.append([*cells, f"reached by {len(done)} of {len(own)}", "", ""])
+                continue
+            cells.append(spread(done, ".0f"))
+            lines.append([*cells, *(_faster(times[other], own) for other in (PLAIN, FP16))])
+        text += f"## {Link(mbit)}\n\n"
+        head = ["", "rate", f"loss after {STEPS:,} steps", "seconds to plain DDP's loss"]
+        text += table([*head, "faster than plain DDP", "than the fp16 hook"], lines) + "\n"
+    return text
+
+
+def _faster(other: dict[int, float | None], own: dict[int, float | None]) -> str:
+    """Return how many times as fast, with its interval over seeds."""
+    pairs = [(other.get(seed), mine) for seed, mine in own.items()]
+    ratios = [theirs / mine for theirs, mine in pairs if theirs and mine]
+    if len(ratios) < 2:
+        return "–"
+    low, high = interval(ratios)
+    return f"{statistics.mean(ratios):.2f} ({low:.2f} to {high:.2f})"
+
+
+def draw(rows: list[Row], figure: Figure) -> None:
+    """Draw loss against seconds, a panel for each link, seed 0."""
+    panels = figure.subplots(1, len(LINKS), sharey=True, squeeze=False)[0]
+    for axes, mbit in zip(panels, LINKS, strict=True):
+        for color, method in zip(plot_style.SERIES, METHODS, strict=False):
+            runs = frame.where(rows, method=method, mbit=mbit, rate=tuned_rate.TUNED)
+            for row in runs[:1]:
+                axes.plot(row["seconds"], row["losses"], color=color, label=method)
+        axes.set(title=str(Link(mbit)), xlabel="seconds", xscale="log")
+    panels[0].set_ylabel(f"training loss, mean of {WINDOW} steps")
+    panels[-1].legend()
+
+
+def main(arguments: Sequence[str] = sys.argv[1:]) -> int:
+    """Run the experiment, or be one of its workers."""
+    if "--worker" not in arguments:
+        check_privileges("Time to loss")
+        return frame.main(EXPERIMENT)
+    parser = argparse.ArgumentParser()
+    for name, kind in {"method": str, "steps": int, "seed": int, "rate": float}.items():
+        parser.add_argument(f"--{name}", type=kind)
+    for name in ("data", "out"):
+        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--worker", action="store_true")
+    options = parser.parse_args(arguments)
+    options.out.write_text(json.dumps(work(options)))
+    return 0
+
+
+EXPERIMENT = Experiment(
+    name="time_to_loss",
+    about=f"""Two processes train a transformer of 1.04 million parameters on WikiText-2, each in a
+network namespace, over a shaped link: AdamW, batch {BATCH}, {STEPS:,} steps. Seconds are the
+clock's, from the first step's beginning until the mean loss of {WINDOW} steps is at plain DDP's
+after {STEPS:,} steps, of the same seed. Each method has the best of {len(RATES)} learning rates,
+found on another seed over a link as fast as the machine.""",
+    cells=cells,
+    train=train,
+    page=page,
+    claims=lambda rows: [],
+    draw=draw,
+    data="the folder of WikiText-2",
+    before=before,
+)
+
+if __name__ == "__main__":
+    sys.exit(main())
