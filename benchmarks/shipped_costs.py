@@ -59,7 +59,6 @@ IN_NETWORK = {
     "qsgd": "QSGD(4)",
     "topk": "TopK(0.01)",
     "topk:value_dtype=bfloat16": "TopK(0.01), bfloat16",
-    "topk:value_dtype=bfloat16,scheme=sparse_reduce": "TopK(0.01), bfloat16, SparseReduce",
     "topk:value_dtype=bfloat16,scheme=two_shot": "TopK(0.01), bfloat16, TwoShot",
     "powersgd:rank=2": "PowerSGD(2)",
     "plain DDP": "plain DDP",

@@ -218,7 +218,7 @@ def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], metho
     add = bench.add_argument
     add("config", type=Path, nargs="?", help=f"{measured}. Leave it out to replay")
     fields = " with fields, memory and scheme: topk:density=0.001,scheme=two_shot (default: %s)"
-    four = "cast, qsgd, topk, topk:value_dtype=bfloat16,scheme=sparse_reduce"
+    four = "cast, qsgd, topk, powersgd:rank=2"
     add("--compressor", nargs="+", metavar="NAME", help=methods + fields % four)
     add("--rounds", type=int, default=3, help="measurements of each method (default: %(default)s)")
     add("--steps", type=int, default=20, help="measured steps per round (default: %(default)s)")
@@ -240,14 +240,14 @@ def _add_bench_and_advise(command: Callable[..., argparse.ArgumentParser], metho
     )
     add = advise.add_argument
     add("config", type=Path, nargs="?", help=f"{measured}. Leave it out to predict only")
-    seven = (
-        "cast, qsgd, topk, topk:value_dtype=bfloat16, and that with scheme=sparse_reduce and with "
-        "scheme=two_shot, powersgd:rank=2"
+    six = (
+        "cast, qsgd, topk, topk:value_dtype=bfloat16, and that with scheme=two_shot, "
+        "powersgd:rank=2"
     )
     add("--workers", type=int, metavar="W", help="predict for W workers, without measuring methods")
     rates = "predict for 1gbit, 20mbit/200mbit (up/down), ..., without measuring methods"
     add("--link", metavar="RATE", help=rates)
-    add("--methods", nargs="+", metavar="NAME", help=methods + fields % seven)
+    add("--methods", nargs="+", metavar="NAME", help=methods + fields % six)
     group = advise.add_argument_group("with a file")
     add = group.add_argument
     add(

@@ -24,7 +24,6 @@ METHODS = (
     "qsgd",
     "topk",
     "topk:value_dtype=bfloat16",
-    "topk:value_dtype=bfloat16,scheme=sparse_reduce",
     "topk:value_dtype=bfloat16,scheme=two_shot",
     "powersgd:rank=2",
 )

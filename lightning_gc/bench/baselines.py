@@ -115,7 +115,7 @@ def low_rank_numel(tensor: Tensor) -> int:
     return low if low * 2 < tensor.numel() else tensor.numel()
 
 
-DEFAULT = ("cast", "qsgd", "topk", "topk:value_dtype=bfloat16,scheme=sparse_reduce")
+DEFAULT = ("cast", "qsgd", "topk", "powersgd:rank=2")
 
 
 def select_methods(words: Sequence[str], known: Mapping[str, Method]) -> dict[str, Method]:

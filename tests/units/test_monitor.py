@@ -101,7 +101,7 @@ def test_a_gradient_has_an_encoded_size_whoever_listens(workers: int) -> None:
             TopK(0.5),
             AllGather(),
             8,
-            r".*: 0\.01 is 1 %, or use another scheme, such as SparseReduce\(",
+            r".*: 0\.01 is 1 %, or use another scheme, such as TwoShot\(",
         ),
         (
             QSGD(16),

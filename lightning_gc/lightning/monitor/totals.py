@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,7 +14,7 @@ from lightning_gc.controllers import ExchangeRecord
 from lightning_gc.core import NUMBER, Record
 from lightning_gc.engine import Engine
 from lightning_gc.exchange.peers import Parts
-from lightning_gc.schemes import SparseReduce, TwoShot
+from lightning_gc.schemes import TwoShot
 from lightning_gc.transports.accounting import (
     COMMUNICATE,
     COMPRESS,
@@ -430,11 +431,8 @@ def _of_level(engine: Engine) -> str:
 def _of_scheme(engine: Engine) -> str:
     if engine.scheme is None or engine.scatters:
         return ""
-    for other in (SparseReduce(), TwoShot()):
-        try:
-            other.check(engine.compressor)
-        except ValueError:
-            continue
-        if type(other) is not type(engine.scheme):
-            return f"use another scheme, such as {other!r}"
+    with contextlib.suppress(ValueError):
+        TwoShot().check(engine.compressor)
+        if not isinstance(engine.scheme, TwoShot):
+            return f"use another scheme, such as {TwoShot()!r}"
     return ""
