@@ -7,7 +7,7 @@ can dead-lock over Gloo); ours; and ours with local steps, whose
 seconds and bytes are means over the steps from one exchange to the next. Lightning trains in all of
 them, with gradients as views of buckets. Loopback knows no congestion, and all workers share this
 machine's cores: ratios within a run are what counts. How far a step gets is another question, which
-time_to_loss.py asks. Needs Linux, root and iproute2.
+papers/time_to_loss.py asks. Needs Linux, root and iproute2.
 """
 
 from __future__ import annotations

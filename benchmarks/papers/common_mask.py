@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,13 +41,10 @@ from lightning_gc import (
 )
 from lightning_gc.advice import traces
 from lightning_gc.compressors import Compressor
-from lightning_gc.compressors.wrappers.per_parameter import by_default, layerwise
 from lightning_gc.compressors.wrappers.size_switch import MIN_NUMEL
 from lightning_gc.core import elias_fano
-from lightning_gc.engine import Engine
 from lightning_gc.methods import plot_style
 from lightning_gc.schemes import Scheme
-from lightning_gc.transports import Simulated
 
 ROWS, STEPS, LONG, CHUNK, DENSE = 64, 160, 640, 64, "dense"
 RATES = (0.0015, 0.003, 0.006, 0.012, 0.024)
@@ -71,6 +68,7 @@ class Recurrent(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
+Exchange = Callable[[int, Sequence[Tensor]], Tensor]
 MODELS: dict[str, Callable[[int], nn.Module]] = {"transformer": Transformer, "lstm": Recurrent}
 OPTIMIZERS = {"AdamW, β₁ = 0.9": 0.9, "AdamW, β₁ = 0": 0.0, "Muon": None}
 
@@ -325,28 +323,30 @@ def train(cell: Cell, data: Path | None) -> Row:
     worker = Worker(net, tuned_rate.rate(cell), steps, rows, beta or 0.0, make)  # type: ignore[arg-type]
     shares = rows[order].split(ROWS // workers)
     at = None
-    if cell["arm"] == DENSE:
-        exchange: Callable[[int, Tensor], Tensor] = lambda step, own: own.mean(0)  # noqa: E731
-    else:
+    exchange: Exchange = lambda step, own: torch.stack(list(own)).mean(0)  # noqa: E731
+    if cell["arm"] != DENSE:
         at = level(cell["arm"], model, workers, cell["share"])
-        mask = (MASKS | RECIPES).get(cell["arm"])
-        kind: type = _Product if mask is None else _Masked
-        exchange = kind(cell, at)
-    named = dict(net.named_parameters())
+        exchange = _Masked(cell, at) if cell["arm"] in MASKS | RECIPES else _product(cell, at)
     for step in range(steps):
         gradients = []
         for worker.text in shares:
             worker.backward(step)
-            gradients.append(torch.cat([p.grad.flatten() for p in named.values()]))  # type: ignore[union-attr]
-        mean = exchange(step, torch.stack(gradients))
-        pieces = mean.split([param.numel() for param in named.values()])
-        for param, piece in zip(named.values(), pieces, strict=True):
-            param.grad = piece.view(param.shape).clone()
+            gradients.append(transformer_runs.flat(net))
+        transformer_runs.give(net, exchange(step, gradients))
         if (late := getattr((MASKS | RECIPES).get(cell["arm"]), "late", 0.0)) and beta is not None:
             for group in worker.optimizer.param_groups:
                 group["betas"] = (0.0 if step < late * steps else 0.9, 0.999)
         worker.step()
     return {"loss": worker.evaluate(corpus.valid), "at": at}
+
+
+def _product(cell: Cell, at: float) -> Exchange:
+    compressor, scheme = PRODUCTS[cell["arm"]]
+    at = round(at) if compressor.knob is not None and compressor.knob.integer else at
+    shapes, workers = _shapes(cell["model"]), cell["workers"]
+    return transformer_runs.Exchanged(
+        compressor.at(at), None, scheme, shapes, workers, cell["seed"]
+    )
 
 
 class _Masked:
@@ -359,8 +359,8 @@ class _Masked:
         self._errors: Tensor | None = None
         self._moments: Tensor | None = None
 
-    def __call__(self, step: int, own: Tensor) -> Tensor:
-        mask = self._mask
+    def __call__(self, step: int, gradients: Sequence[Tensor]) -> Tensor:
+        mask, own = self._mask, torch.stack(list(gradients))
         if step < mask.dense * self._steps:
             return own.mean(0)
         if self._errors is None:
@@ -401,33 +401,6 @@ class _Masked:
         unit = (largest / steps).clamp_min(1e-30)
         noise = torch.rand(part.shape, generator=self._generator)
         return (part / unit + noise).floor().clamp(-steps, steps) * unit
-
-
-class _Product:
-    """Exchanges as the library does, by simulated workers."""
-
-    def __init__(self, cell: Cell, at: float) -> None:
-        compressor, scheme = PRODUCTS[cell["arm"]]
-        at = round(at) if compressor.knob is not None and compressor.knob.integer else at
-        method, workers = layerwise(by_default(compressor.at(at))), cell["workers"]
-        self._shapes = _shapes(cell["model"])
-        self._engines = [
-            Engine(method, None, scheme, worker=each, workers=workers, seed=cell["seed"])
-            for each in range(workers)
-        ]
-        self._transport = Simulated(workers)
-
-    def __call__(self, step: int, own: Tensor) -> Tensor:
-        flats = list(own)
-        self._transport.run(
-            [
-                engine.flow(flat, self._shapes, wanted=engine.worker == 0)
-                for engine, flat in zip(self._engines, flats, strict=True)
-            ]
-        )
-        for engine in self._engines:
-            engine.advance()
-        return flats[0]
 
 
 def _lines(rows: list[Row]) -> dict[tuple[str, str, int, int, int], dict[str, list[Row]]]:

@@ -95,11 +95,6 @@ class Worker:
             self.optimizer.eval()
         return validation(self.model, text)
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return parameter name -> a copy of its gradient."""
-        params = self.model.named_parameters()
-        return {name: param.grad.clone() for name, param in params if param.grad is not None}
-
     def weights(self) -> dict[str, Tensor]:
         """Return parameter name -> weights."""
         return {name: param.detach() for name, param in self.model.named_parameters()}

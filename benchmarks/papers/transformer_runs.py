@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import tasks  # noqa: F401 - sets the path
 import torch
 from frame import Row
 from text import Corpus, columns, load
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformer import Transformer, Worker
 
@@ -76,39 +76,82 @@ def _corpus() -> Corpus:
     return load(None, rare=5)
 
 
+class Exchanged:
+    """Averages gradients as the library does, by simulated workers with errors of their own.
+
+    Args:
+        compressor: with the dense switch for small parameters that strategies add.
+        memory: its own by default.
+        scheme: its own by default.
+        shapes: of the parameters.
+        workers: W.
+        seed: of random rounding.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        memory: Memory | None,
+        scheme: Scheme | None,
+        shapes: dict[str, tuple[int, ...]],
+        workers: int,
+        seed: int,
+    ) -> None:
+        method = layerwise(by_default(compressor))
+        self.level, self._shapes = method.level, shapes
+        self.engines = [
+            Engine(method, memory, scheme, worker=index, workers=workers, seed=seed)
+            for index in range(workers)
+        ]
+        self._transport = Simulated(workers)
+
+    def __call__(self, step: int, own: Sequence[Tensor]) -> Tensor:
+        """Return the mean of flat gradients, one a worker; they are overwritten."""
+        flats = list(own)
+        flows = [  # the mean is the same for all, so only worker 0 decodes it
+            engine.flow(flat, self._shapes, wanted=engine.worker == 0)
+            for engine, flat in zip(self.engines, flats, strict=True)
+        ]
+        self._transport.run(flows)
+        for engine in self.engines:
+            engine.advance()
+        return flats[0]
+
+    @property
+    def sent_bytes(self) -> int:
+        """What worker 0 has sent."""
+        return self._transport.sent_bytes[0]
+
+
+def give(model: nn.Module, mean: Tensor) -> None:
+    """Make pieces of a flat mean the parameters' gradients."""
+    params = list(model.parameters())
+    for param, piece in zip(params, mean.split([p.numel() for p in params]), strict=True):
+        param.grad = piece.view(param.shape).clone()
+
+
+def flat(model: nn.Module) -> Tensor:
+    """Return a copy of all gradients, flat."""
+    return torch.cat([param.grad.flatten() for param in model.parameters()])  # type: ignore[union-attr]
+
+
 def _gradients(workers: list[Worker], arm: Arm, steps: int, seed: int) -> int:
     """Train as DDP does, on one replica; return the bytes that a worker sends."""
-    compressor = layerwise(by_default(arm.compressor))
-    engines = [
-        Engine(compressor, arm.memory, arm.scheme, worker=index, workers=len(workers), seed=seed)
-        for index in range(len(workers))
-    ]
-    transport = Simulated(len(workers))
     shares, worker = [each.text for each in workers], workers[0]
-    params = dict(worker.model.named_parameters())
-    shapes = {name: tuple(param.shape) for name, param in params.items()}
+    shapes = {name: tuple(param.shape) for name, param in worker.model.named_parameters()}
+    exchange = Exchanged(arm.compressor, arm.memory, arm.scheme, shapes, len(workers), seed)
     warm = round(arm.dense * steps)
     for step in range(steps):
         if warm and step in (0, warm):
-            for engine in engines:
-                engine.levels.set(compressor.level if step else None)
+            for engine in exchange.engines:
+                engine.levels.set(exchange.level if step else None)
         flats = []
         for worker.text in shares:
             worker.backward(step)
-            gradients = worker.gradients()
-            flats.append(torch.cat([gradients[name].view(-1) for name in shapes]))
-        flows = [  # the mean is the same for all, so only worker 0 decodes it
-            engine.flow(flat, shapes, wanted=engine.worker == 0)
-            for engine, flat in zip(engines, flats, strict=True)
-        ]
-        transport.run(flows)
-        for engine in engines:
-            engine.advance()
-        pieces = flats[0].split([param.numel() for param in params.values()])
-        for param, piece in zip(params.values(), pieces, strict=True):
-            param.grad = piece.view(param.shape)
+            flats.append(flat(worker.model))
+        give(worker.model, exchange(step, flats))
         worker.step()
-    return transport.sent_bytes[0]
+    return exchange.sent_bytes
 
 
 def _weights(workers: list[Worker], arm: Arm, steps: int, seed: int) -> int:

@@ -10,7 +10,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 
 import thesis
 import thesis_cells
-import thesis_page
 
 
 def rows(costs, cells):
@@ -35,14 +34,14 @@ def test_all_methods_have_the_same_draws_and_every_repetition_its_own() -> None:
 
 
 def test_the_figures_name_the_methods_of_the_configuration() -> None:
-    named = {method for family in thesis_page.FAMILIES.values() for method in family}
+    named = {method for family in thesis.FAMILIES.values() for method in family}
     assert named | {"dense", "randomk_50x_no_feedback"} == set(thesis.METHODS)
 
 
 def test_a_draw_that_a_method_lacks_is_left_out_for_all() -> None:
     some = rows({}, [cell for cell in thesis.cells(1) if cell["draw"] < 2])
     lost = {"method": "dgc_50x", "draw": 1, "hidden": 48, "workers": 1}
-    kept = thesis_page.complete([row for row in some if not lost.items() <= row.items()])
+    kept = thesis.complete([row for row in some if not lost.items() <= row.items()])
     assert {row["draw"] for row in kept if (row["hidden"], row["workers"]) == (48, 1)} == {0}
     assert {row["draw"] for row in kept if row["hidden"] == 24} == {0, 1}
 
@@ -51,25 +50,25 @@ def test_a_draw_that_a_method_lacks_is_left_out_for_all() -> None:
 def test_verdicts_follow_the_winners(share, said) -> None:
     cells = [cell for cell in thesis.cells(3) if cell["draw"] < 2]
     some = rows({"topk_50x": share, "topk_5000x": 1.5}, cells)
-    found = {claim.text: claim.verdict for claim in thesis_page.claims(some)}
+    found = {claim.text: claim.verdict for claim in thesis.claims(some)}
     assert found["5.2: Top-k at 50x is better than dense"] == said
     assert found["5.2: Top-k at 5000x is worse than dense"] == "agrees"
     assert found["5.2: no trend over workers, topk_50x"] == "agrees: none found"
-    assert "| topk_5000x | +50.0 ± 0.0 |" in thesis_page.page(some)
+    assert "| topk_5000x | +50.0 ± 0.0 |" in thesis.page(some)
     figure = Figure()
-    thesis_page.draw(some, figure)
+    thesis.draw(some, figure)
     assert len(figure.axes) == 6
 
 
 def test_one_repetition_tells_nothing() -> None:
     some = rows({"topk_50x": 0.5}, [cell for cell in thesis.cells(1) if cell["draw"] < 2])
-    assert {claim.verdict for claim in thesis_page.claims(some)} == {"cannot be told"}
+    assert {claim.verdict for claim in thesis.claims(some)} == {"cannot be told"}
 
 
 def test_nothing_is_said_before_all_methods_have_run() -> None:
     some = rows({}, [cell for cell in thesis.cells(1) if cell["method"] != "topk_50x"])
-    assert thesis_page.claims(some) == []
-    thesis_page.draw(some, figure := Figure())
+    assert thesis.claims(some) == []
+    thesis.draw(some, figure := Figure())
     assert figure.axes == []
 
 

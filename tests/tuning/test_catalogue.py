@@ -289,9 +289,7 @@ def test_the_page_says_what_diverged(benchmark: ModuleType, tmp_path: Path) -> N
         bad | {"name": "lost", "rate": 20.0},
         failed | {"name": "lost", "rate": 8.0},
     ]
-    from catalogue_page import draw, page
-
-    lines = page(rows, "a machine", "plot.svg").splitlines()
+    lines = benchmark.page(rows, "a machine", "plot.svg").splitlines()
     start = "| `X()` | 20 / 8 |"
     memory = "| 1.0 | `NoMemory()` |"
     assert [line for line in lines if line.startswith("| `X()`")] == [
@@ -300,7 +298,7 @@ def test_the_page_says_what_diverged(benchmark: ModuleType, tmp_path: Path) -> N
         f"{start} diverged / failed | none | 4,000,000 {memory} yes: diverged, failed |",
     ]
     assert "- lost at 8: ValueError: 7" in lines
-    draw(rows, tmp_path / "plot.svg")
+    benchmark.draw(rows, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
     assert ">half<" in drawn
     assert ">lost<" not in drawn
