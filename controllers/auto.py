@@ -40,6 +40,9 @@ LOOK = FIRST + FEWEST + SETTLING + FEWEST
 BUDGET = 0.01
 """Share of the time so far that looking may have cost before it looks again."""
 _WORDS = ("rounding", "feedback")
+_SPARSE = ("TopK(0.01)", "TopK(0.01), TwoShot", "ChunkedTopK and BinMeans")
+"""What is not tried among more than ``MANY`` workers: at equal bytes it lost most there."""
+MANY = 8
 _COARSE = ("QSGD(4)", "QSGD(6)")
 _REFUSING = ("Muon", "SOAP")
 """Optimizers under which ``_COARSE`` methods cost quality at unchanged hyper-parameters. They are
@@ -95,9 +98,10 @@ class Auto(Controller):
             ``Cast()``, ``QSGD(8)``, and but under Muon and SOAP ``QSGD(6)`` and ``QSGD(4)``; they
             trained as well as uncompressed gradients at unchanged hyper-parameters, within the
             spread of seeds or 0.03 nats.
-            ``"feedback"``: also ``PowerSGD(2)``, ``TopK(0.01)`` by an all-gather or ``TwoShot()``,
-            and ``Quantised(ChunkedTopK(), BinMeans(2))``, with error feedback; they send less, and
-            the learning rate wants tuning for the one that is chosen. Or a ``Menu`` of your own.
+            ``"feedback"``: also ``PowerSGD(2)`` and, among at most 8 workers, ``TopK(0.01)`` by an
+            all-gather or ``TwoShot()`` and ``Quantised(ChunkedTopK(), BinMeans(2))``, with error
+            feedback; they send less, and the learning rate wants tuning for the one that is chosen.
+            Or a ``Menu`` of your own.
         every: steps of a window while it watches, at least. Each costs an all-reduce of a few
             numbers and a broadcast.
         trace: path of a file; empty for none.
@@ -228,6 +232,8 @@ class Auto(Controller):
             known = observation.optimizers
             fine = bool(known) and not any(name in _REFUSING for name in known)
             out = _COARSE if self.allow == "rounding" and not fine else ()
+            if self.allow == "feedback" and observation.weighed.workers > MANY:
+                out = _SPARSE
             new["queue"] = [each for each in found if each[1] not in out]
             new["permitted"] = [each[1] for each in new["queue"] if each[0] is not None]
             new["sixteen"] = [observation.weighed.sixteen, 0.0]

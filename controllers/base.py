@@ -79,11 +79,13 @@ class Weighed(NamedTuple):
         seconds: that it took to find this out, between two steps.
         candidates: one for each choice, in the order of their levels; the last one is uncompressed.
         sixteen: name of the choice that sends 16 bits of each element, as a hook of torch does.
+        workers: W; 0 if not declared.
     """
 
     seconds: float
     candidates: tuple[Candidate, ...]
     sixteen: str = ""
+    workers: int = 0
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def weigh(workers: Workers, peers: Peers) -> Weighed:
     requested = workers.first.levels.requested()
     now = menu.level if requested is None else requested[0]
     found = tuple(Candidate(level, name, steps[level] - steps[now]) for level, name in levels)
-    return Weighed(time.perf_counter() - began, found, menu.sixteen)
+    return Weighed(time.perf_counter() - began, found, menu.sixteen, workers.first.workers)
 
 
 def prepare(workers: Workers, peers: Peers) -> None:

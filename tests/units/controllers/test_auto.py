@@ -21,6 +21,7 @@ from lightning_gc.controllers import (
     Observation,
     Weighed,
 )
+from lightning_gc.exchange.automatic import menu_of
 
 Seconds = Mapping[float | None, float]
 NAMES: dict[float | None, str] = {1: "QSGD(4)", 2: "QSGD(8)", 3: "Cast()", None: "uncompressed"}
@@ -194,6 +195,22 @@ def test_a_menu_of_the_users_own_is_taken_as_it_is() -> None:
     seconds: Seconds = {1: 0.1, 2: 0.2, 3: 0.3, None: 1.0}
     world = World(steady(seconds), optimizers=("Muon",), auto=Auto(allow="feedback")).run(200)
     assert world.levels[-1] == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2, 8, 9, 64])
+def test_among_many_workers_no_sparsifier_is_tried(workers: int) -> None:
+    """The menu itself is asked, so that no entry is renamed without this."""
+    menu, _ = menu_of("feedback")
+    names: dict[float | None, str] = {**dict(enumerate(menu.names, 1)), None: "uncompressed"}
+    found = tuple(Candidate(level, name, 0.0) for level, name in names.items())
+    auto = Auto(allow="feedback")
+    _, state = auto.decide(Observation(-1, optimizers=("SGD",)), auto.init())
+    weighed = Weighed(0.0, found, workers=workers)
+    _, state = auto.decide(Observation(0, optimizers=("SGD",), weighed=weighed), state)
+    sparse = {name for name in menu.names if "TopK" in name}
+    assert len(sparse) == 3
+    left_out = sparse if workers > 8 else set()
+    assert set(state["permitted"]) == set(menu.names) - left_out
 
 
 def test_of_two_that_are_as_fast_the_one_that_sends_more_is_taken() -> None:
