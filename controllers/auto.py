@@ -231,7 +231,7 @@ class Auto(Controller):
             found = [list(each) for each in observation.weighed.candidates]
             known = observation.optimizers
             fine = bool(known) and not any(name in _REFUSING for name in known)
-            out = _COARSE if self.allow == "rounding" and not fine else ()
+            out: tuple[str, ...] = _COARSE if self.allow == "rounding" and not fine else ()
             if self.allow == "feedback" and observation.weighed.workers > MANY:
                 out = _SPARSE
             new["queue"] = [each for each in found if each[1] not in out]

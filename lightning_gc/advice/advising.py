@@ -19,10 +19,11 @@ from typing import Any
 import yaml
 
 from lightning_gc.advice import prediction, report
-from lightning_gc.advice.description import link_of
+from lightning_gc.advice.description import LEFT_OUT, candidates, link_of
 from lightning_gc.advice.session import SHARE, SHARE_ALONE, Session
 from lightning_gc.bench import preparation
 from lightning_gc.bench.baselines import PLAIN, select_methods
+from lightning_gc.controllers.auto import MANY
 from lightning_gc.core.refusal import refuse
 from lightning_gc.methods.lightning_flavour import quiet_libraries
 from lightning_gc.methods.method import Method
@@ -146,8 +147,11 @@ def advise(
     tell = (say or (lambda text: None)) if worker.rank == 0 else (lambda text: None)
     sections = config if isinstance(config, Mapping) else read(config, needed=("model",))
     chosen = select_methods(
-        [prediction.SIXTEEN, *(methods or prediction.METHODS)], methods_in(sections)
+        [prediction.SIXTEEN, *(methods or candidates(workers or worker.world_size))],
+        methods_in(sections),
     )
+    if not methods and (workers or worker.world_size) > MANY:
+        tell(LEFT_OUT)
     asked = {"methods": list(chosen), "budget": budget_seconds}
     asked |= {"workers": workers, "link": nominal}
     same = {name: repr(value) for name, value in asked.items()} | {"predict": str(predict_only)}

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_gc.controllers.auto import MANY
 from lightning_gc.core.refusal import refuse
 from lightning_gc.core.registry import did_you_mean
 from lightning_gc.transports.link import Link
@@ -27,12 +28,26 @@ METHODS = (
     "topk:value_dtype=bfloat16,scheme=two_shot",
     "powersgd:rank=2",
 )
-"""Candidates if the caller names none."""
+"""Methods whose costs are shipped."""
 EXAMPLE = "lightning-gc advise --params 124M --step-ms 45 --gpu --link 1gbit --workers 4"
 LATENCY_US = 50.0
 """Microseconds of a message, if the user gives none: a switched Ethernet."""
 MATRICES = 48
 """Number of matrices of a model that is described by its size only, as GPT-2's blocks have."""
+
+
+LEFT_OUT = (
+    f"Sparsifiers are left out among more than {MANY} workers, where they lose most at equal "
+    "bytes. Name them with --methods to see their seconds."
+)
+
+
+def candidates(workers: int) -> tuple[str, ...]:
+    """Return the methods that are compared if the caller names none.
+
+    Sparsifiers are left out among many workers, where they lose most at equal bytes.
+    """
+    return tuple(each for each in METHODS if workers <= MANY or not each.startswith("topk"))
 
 
 def gpt2() -> Shapes:

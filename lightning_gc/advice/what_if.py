@@ -20,9 +20,10 @@ import numpy as np
 
 from lightning_gc.advice import prediction, report
 from lightning_gc.advice.costs import bucket_trace, simulated
-from lightning_gc.advice.description import Description, Shapes
+from lightning_gc.advice.description import LEFT_OUT, Description, Shapes, candidates
 from lightning_gc.advice.traces import Asked, Trace, pattern
 from lightning_gc.compressors.wrappers.per_parameter import by_default
+from lightning_gc.controllers.auto import MANY
 from lightning_gc.core.refusal import refuse
 from lightning_gc.exchange.timeline import Module
 from lightning_gc.methods.catalogue import start_text
@@ -125,7 +126,7 @@ class WhatIf(Description):
         names = [n for n in prediction.METHODS if not self.gpu or n in shipped()["gpu"]["step_ms"]]
         if missing := set(self.chosen).difference(names):
             refuse(f"{min(missing)}: it has no costs on a GPU. Choose from {', '.join(names)}")
-        names = [name for name in names if name in (self.chosen or names)]
+        names = [name for name in names if name in (self.chosen or candidates(self.workers))]
         return {name: parse_method(name) for name in names}
 
     def situation(self) -> prediction.Situation:
@@ -291,6 +292,8 @@ def run(described: Description, name: str | None) -> None:
         "Assumed: a third of the step is the forward pass, and gradients become ready evenly.",
         "Also assumed: compression delays the backward pass by its own seconds.",
     ]
+    if case.workers > MANY and not case.chosen:
+        lines.append(LEFT_OUT)
     if case.gpu:
         lines.append("The GPU's costs are those of one worker. Decoding takes longer with more.")
     lines += [

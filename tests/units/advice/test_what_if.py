@@ -241,6 +241,18 @@ def test_what_is_missing_is_named(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("workers", "named"), [(8, False), (9, False), (16, True)])
+def test_among_many_workers_sparsifiers_are_predicted_only_if_named(
+    workers: int, named: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"advise --params 10M --step-ms 300 --link 1gbit --workers {workers}".split()
+    assert cli.main([*words, *(["--methods", "topk", "qsgd"] if named else [])]) == cli.OK
+    said = capsys.readouterr().out
+    table = said.partition("Rows with")[0]
+    assert ("\ntopk" in table) == (workers <= 8 or named)
+    assert ("Sparsifiers are left out among more than 8" in said) == (workers > 8 and not named)
+
+
 def test_numbers() -> None:
     assert [parameters(t) for t in ("124M", "1.1b", "7 K", "124439808", "1_000")] == [
         124_000_000,
