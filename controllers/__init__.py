@@ -6,7 +6,7 @@ if __name__ == "controllers":
         "would exist twice."
     )
 
-from lightning_gc.core.registry import refuse_misspelt as _refuse_misspelt
+from lightning_gc.core.registry import export as _export
 
 from .accordion import Accordion as Accordion
 from .adaqs import AdaQS as AdaQS
@@ -36,33 +36,4 @@ from .schedule import Schedule as Schedule
 from .total_error import TotalError as TotalError
 from .total_error_budget import TotalErrorBudget as TotalErrorBudget
 
-__all__ = [
-    "Accordion",
-    "AdaQS",
-    "Auto",
-    "BandwidthAware",
-    "Budget",
-    "BytesBudget",
-    "Chain",
-    "Candidate",
-    "CongestionAIMD",
-    "DQSGD",
-    "Controller",
-    "Curve",
-    "Decision",
-    "DynamicBitWidth",
-    "ExchangeRecord",
-    "Fixed",
-    "GainSearch",
-    "LayerBudget",
-    "Needs",
-    "Observation",
-    "Plan",
-    "Point",
-    "RoundSchedule",
-    "Schedule",
-    "TotalError",
-    "TotalErrorBudget",
-    "Weighed",
-]
-_refuse_misspelt(globals())
+_export(globals())
