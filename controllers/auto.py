@@ -41,7 +41,7 @@ BUDGET = 0.01
 """Share of the time so far that looking may have cost before it looks again."""
 _WORDS = ("rounding", "feedback")
 _SPARSE = ("TopK(0.01)", "TopK(0.01), TwoShot", "ChunkedTopK and BinMeans")
-"""What is not tried among more than ``MANY`` workers: at equal bytes it lost most there."""
+"""Choices that are not tried among more than ``MANY`` workers: they lost most at equal bytes."""
 MANY = 8
 _COARSE = ("QSGD(4)", "QSGD(6)")
 _REFUSING = ("Muon", "SOAP")
