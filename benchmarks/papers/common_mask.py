@@ -48,7 +48,7 @@ from lightning_gc.schemes import Scheme
 
 ROWS, STEPS, LONG, CHUNK, DENSE = 64, 160, 640, 64, "dense"
 RATES = (0.0015, 0.003, 0.006, 0.012, 0.024)
-HIGHER = tuple(4 * rate for rate in RATES)  # of the LSTM, and of Muon
+HIGHER = (*(4 * rate for rate in RATES), 8 * RATES[-1])  # of the LSTM, and of Muon
 SIZES, SHARES, USUAL = (8, 16, 64), (8, 16, 32), 16
 
 
@@ -161,7 +161,6 @@ class Mask:
             it, as Deep Gradient Compression does.
         decay: what stays of an error in a step.
         dense: share of the steps, at the beginning, that are not compressed.
-        late: share of the steps after which the optimizer's β₁ rises from 0 to 0.9.
     """
 
     choose: Callable[[Step], Tensor]
@@ -170,7 +169,6 @@ class Mask:
     momentum: float = 0.0
     decay: float = 1.0
     dense: float = 0.0
-    late: float = 0.0
 
     def bytes(self, density: float, shapes: traces.Shapes, workers: int) -> float:
         """Return bytes that a worker receives in a step."""
@@ -199,9 +197,10 @@ RECIPES = {
     "leader, momentum before": replace(LEADER, momentum=0.9),
     "leader, errors decay": replace(LEADER, decay=0.9),
     "leader, dense for 20 %": replace(LEADER, dense=0.2),
-    "leader, β₁ from the half on": replace(LEADER, late=0.5),
-    "dense, β₁ from the half on": replace(LEADER, dense=1.0, late=0.5),  # the control of that
 }
+LATE = ", β₁ = 0.9 from the half on"
+"""Ends the name of an arm under AdamW, whose β₁ is 0 before."""
+LATER = (DENSE, "one leader, 16 bits", "TopK", "chunks and bins", "PowerSGD", "QSGD, two-shot")
 PRODUCTS: dict[str, tuple[Compressor, Scheme | None]] = {
     "QSGD, two-shot": (QSGD(4), TwoShot()),
     "TopK": (TopK(0.01), None),
@@ -226,7 +225,7 @@ built without its bytes: a bound. Values are rounded before and after the sum; t
 Methods of the library run as they are.
 
 Each line has the best rate of {", ".join(map(str, RATES))} with the first seed, by {USUAL} workers.
-The LSTM's and Muon's rates are four times as high.
+The LSTM and Muon have {", ".join(map(str, HIGHER))}.
 *Gap*: the loss above that of dense training, with the 95 % interval (Student's t, paired by seed).
 """
 
@@ -255,6 +254,7 @@ def level(arm: str, model: str, workers: int, share: int) -> float:
     """Return the density, bits or rank at which an arm receives a share of dense bytes."""
     shapes, ring = _shapes(model), 2 * (workers - 1) / workers
     most = 1.02 * ring * 4 * sum(map(math.prod, shapes.values())) / share
+    arm = arm.removesuffix(LATE)
     if (mask := (MASKS | RECIPES).get(arm)) is not None:
         return _bisect(lambda d: mask.bytes(d, shapes, workers) <= most, 1e-4, 1.0, whole=False)
     compressor, scheme = PRODUCTS[arm]
@@ -282,7 +282,7 @@ def cells(seeds: int) -> list[Cell]:
 
     add([DENSE], USUAL, (1,), *OPTIMIZERS)
     add([*MASKS, *PRODUCTS], USUAL, (16, 8), adam)
-    add(RECIPES, USUAL, (16,), adam)
+    add([*RECIPES, *(arm + LATE for arm in LATER)], USUAL, (16,), adam)
     at_usual = len(kinds)
     for workers in (size for size in SIZES if size != USUAL):  # at the usual number's rates
         add([*FEW, "rows by a sketch, 16 bits", *QUICK], workers, (8, 16), adam)
@@ -324,18 +324,19 @@ def train(cell: Cell, data: Path | None) -> Row:
     shares = rows[order].split(ROWS // workers)
     at = None
     exchange: Exchange = lambda step, own: torch.stack(list(own)).mean(0)  # noqa: E731
-    if cell["arm"] != DENSE:
-        at = level(cell["arm"], model, workers, cell["share"])
-        exchange = _Masked(cell, at) if cell["arm"] in MASKS | RECIPES else _product(cell, at)
+    arm, late = cell["arm"].removesuffix(LATE), cell["arm"].endswith(LATE)
+    if arm != DENSE:
+        at = level(arm, model, workers, cell["share"])
+        exchange = (_Masked if arm in MASKS | RECIPES else _product)({**cell, "arm": arm}, at)
     for step in range(steps):
         gradients = []
         for worker.text in shares:
             worker.backward(step)
             gradients.append(transformer_runs.flat(net))
         transformer_runs.give(net, exchange(step, gradients))
-        if (late := getattr((MASKS | RECIPES).get(cell["arm"]), "late", 0.0)) and beta is not None:
+        if late:
             for group in worker.optimizer.param_groups:
-                group["betas"] = (0.0 if step < late * steps else 0.9, 0.999)
+                group["betas"] = (0.0 if step < steps / 2 else 0.9, 0.999)
         worker.step()
     return {"loss": worker.evaluate(corpus.valid), "at": at}
 
@@ -415,7 +416,7 @@ def _lines(rows: list[Row]) -> dict[tuple[str, str, int, int, int], dict[str, li
             arm: tuned_rate.runs(rows, arm=arm, **kind)
             if workers == USUAL
             else frame.where(rows, arm=arm, rate=tuned_rate.TUNED, **kind)
-            for arm in (*MASKS, *PRODUCTS, *RECIPES)
+            for arm in (*MASKS, *PRODUCTS, *RECIPES, *(each + LATE for each in LATER))
         }
         if kept := {arm: each for arm, each in runs.items() if each}:
             found[model, optimizer, workers, share, steps] = kept
@@ -450,7 +451,10 @@ def page(rows: list[Row]) -> str:
         lines = [[DENSE, spread(values(dense, "loss"), ".3f"), "", _rate(dense[0]), "–"]]
         for arm, runs in arms.items():
             gap = _interval(_apart(runs, dense))
-            at = f"{runs[0]['at']:.3g}"
+            at = "–" if runs[0]["at"] is None else f"{runs[0]['at']:.3g}"
+            if arm.endswith(LATE):  # beside dense training with the same β₁
+                control = arms.get(DENSE + LATE, [])
+                gap += f", beside the same β₁ {_interval(_apart(runs, control))}"
             lines.append([arm, spread(values(runs, "loss"), ".3f"), gap, _rate(runs[0]), at])
         head = ["exchange", "loss", "gap (95 %)", "rate", "level"]
         text += (
@@ -491,22 +495,27 @@ def claims(rows: list[Row]) -> list[Claim]:
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw loss against bytes, a line a method, for each model and number of workers."""
     lines, optimizer = _lines(rows), next(iter(OPTIMIZERS))
-    places = [
-        (m, w) for m in MODELS for w in SIZES if any(k[:3] == (m, optimizer, w) for k in lines)
-    ]
-    for number, (model, workers) in enumerate(places):
-        axes = figure.add_subplot(1, len(places), number + 1)
-        for arm in (*MASKS, *PRODUCTS):
-            known = {
-                s: lines.get((model, optimizer, workers, s, STEPS), {}).get(arm) for s in SHARES
-            }
+    figure.set_size_inches(plot_style.WIDTH, 6.6)
+    panels = figure.subplots(len(MODELS), len(SIZES), sharex=True, sharey="row", squeeze=False)
+    looks = list(zip(plot_style.SERIES, plot_style.MARKERS, strict=True))
+    for (model, size), axes in zip(itertools.product(MODELS, SIZES), panels.flat, strict=True):
+        for number, arm in enumerate((*MASKS, *PRODUCTS)):
+            known = {s: lines.get((model, optimizer, size, s, STEPS), {}).get(arm) for s in SHARES}
             losses = {s: statistics.fmean(values(r, "loss")) for s, r in known.items() if r}
+            color, marker = looks[number % len(looks)]
+            style = {"color": color, "marker": marker, "ms": 4, "lw": 1}
+            style["ls"] = "-" if number < len(looks) else ":"
             if losses:
-                axes.plot(list(losses), list(losses.values()), "o-", label=None if number else arm)
+                axes.plot(list(losses), list(losses.values()), label=arm, **style)
         if dense := _dense(rows, model, optimizer):
-            axes.axhline(statistics.fmean(values(dense, "loss")), color="gray", linewidth=0.8)
-        axes.set(title=f"{model}, W = {workers}", xlabel="times fewer bytes", ylabel="loss")
+            axes.axhline(statistics.fmean(values(dense, "loss")), color=plot_style.DENSE, lw=0.8)
+        axes.set_title(f"{model}, W = {size}", fontsize=9)
         axes.set_xscale("log", base=2)
+        axes.set_xticks(SHARES, [str(share) for share in SHARES])
+    for row in panels:
+        row[0].set_ylabel("loss")
+    for axes in panels[-1]:
+        axes.set_xlabel("times fewer bytes")
     plot_style.legend(figure)
 
 
