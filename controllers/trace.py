@@ -70,7 +70,8 @@ def _observation(saved: dict[str, Any]) -> Observation:
     }
     weighed = saved.get("weighed")
     if weighed is not None:
-        weighed = Weighed(weighed[0], tuple(Candidate(*each) for each in weighed[1]))
+        seconds, candidates, *rest = weighed
+        weighed = Weighed(seconds, tuple(Candidate(*each) for each in candidates), *rest)
     changed = {
         "each_step": tuple(saved.get("each_step", ())),
         "weighed": weighed,

@@ -215,8 +215,9 @@ documentation, with {ROWS} rows a step in all, so that dense training is the sam
 workers. {STEPS} steps ({LONG} where a table says so), clipped at 1. The rate is warmed up over 5 %
 and falls to zero in a cosine.
 
-All lines of a table have the same bytes, *1/8*, *1/16* or *1/32* of those that a worker receives in
-a dense all-reduce of 32 bits. That is a quarter, an eighth and a sixteenth beside 16 bits. Masks
+A table is for *1/8*, *1/16* or *1/32* of the bytes that a worker receives in a dense all-reduce of
+32 bits: a quarter, an eighth and a sixteenth of 16 bits. Each line has the highest level that fits,
+or its lowest one; *of the share* is what it receives. Masks
 are common to all workers, and values under them are averaged; what is outside stays as each
 worker's error. A *leader*, another worker for each tensor and step, chooses its largest elements
 (CLT-k of ScaleCom). *Owners* choose chunks of {CHUNK} elements, each in its part. *Rows* have the
@@ -249,22 +250,37 @@ def _bisect(fits: Callable[[float], bool], low: float, high: float, whole: bool)
     return low
 
 
+def _most(model: str, workers: int, share: int) -> float:
+    """Return a share of the bytes that a worker receives in a dense all-reduce."""
+    numel = sum(map(math.prod, _shapes(model).values()))
+    return 2 * (workers - 1) / workers * 4 * numel / share
+
+
+@functools.cache
+def received(arm: str, model: str, workers: int, at: float) -> float:
+    """Return the bytes that a worker receives in a step at a density, bits or rank."""
+    arm, shapes = arm.removesuffix(LATE), _shapes(model)
+    if (mask := (MASKS | RECIPES).get(arm)) is not None:
+        return mask.bytes(at, shapes, workers)
+    compressor, scheme = PRODUCTS[arm]
+    whole = compressor.knob is not None and compressor.knob.integer
+    return traces.trace(
+        compressor.at(round(at) if whole else at), scheme, shapes, workers, 1
+    ).nbytes
+
+
 @functools.cache
 def level(arm: str, model: str, workers: int, share: int) -> float:
-    """Return the density, bits or rank at which an arm receives a share of dense bytes."""
-    shapes, ring = _shapes(model), 2 * (workers - 1) / workers
-    most = 1.02 * ring * 4 * sum(map(math.prod, shapes.values())) / share
-    arm = arm.removesuffix(LATE)
-    if (mask := (MASKS | RECIPES).get(arm)) is not None:
-        return _bisect(lambda d: mask.bytes(d, shapes, workers) <= most, 1e-4, 1.0, whole=False)
-    compressor, scheme = PRODUCTS[arm]
-    knob = compressor.knob
+    """Return the highest density, bits or rank that fits a share of dense bytes, or the lowest."""
+
+    def fits(at: float) -> bool:
+        return received(arm, model, workers, at) <= 1.02 * _most(model, workers, share)
+
+    if arm in MASKS | RECIPES:
+        return _bisect(fits, 1e-4, 1.0, whole=False)
+    knob = PRODUCTS[arm][0].knob
     assert knob is not None
-    return _bisect(
-        lambda at: traces.trace(compressor.at(at), scheme, shapes, workers, 1).nbytes <= most,
-        *(float(knob.low), float(knob.high)),
-        whole=bool(knob.integer),
-    )
+    return _bisect(fits, float(knob.low), float(knob.high), whole=bool(knob.integer))
 
 
 FEW = ("random mask, 16 bits", "one leader, 16 bits", "mask of the mean, 16 bits")
@@ -292,7 +308,8 @@ def cells(seeds: int) -> list[Cell]:
     add([*FEW, *QUICK, "QSGD, two-shot"], USUAL, (8, 16), *others)
     for arm, share in ((DENSE, 1), *((each, 16) for each in FEW), ("QSGD, two-shot", 8)):
         kinds.append((arm, USUAL, share, "transformer", adam, LONG))
-    add([*MASKS, *PRODUCTS], USUAL, (32,), adam)
+    fitting = (arm for arm in PRODUCTS if arm != "QSGD, two-shot")  # 2 bits are twice too much
+    add([*MASKS, *fitting], USUAL, (32,), adam)
     names = ("arm", "workers", "share", "model", "optimizer", "steps")
     found = []
     for number, kind in enumerate(kinds):
@@ -448,15 +465,19 @@ def page(rows: list[Row]) -> str:
         dense = _dense(rows, model, optimizer, steps)
         if not dense:
             continue
-        lines = [[DENSE, spread(values(dense, "loss"), ".3f"), "", _rate(dense[0]), "–"]]
+        lines = [[DENSE, spread(values(dense, "loss"), ".3f"), "", _rate(dense[0]), "–", ""]]
         for arm, runs in arms.items():
             gap = _interval(_apart(runs, dense))
-            at = "–" if runs[0]["at"] is None else f"{runs[0]['at']:.3g}"
+            at = of = "–"
+            if (found := runs[0]["at"]) is not None:
+                at = f"{found:.3g}"
+                of = f"{received(arm, model, workers, found) / _most(model, workers, share):.2f}"
             if arm.endswith(LATE):  # beside dense training with the same β₁
                 control = arms.get(DENSE + LATE, [])
                 gap += f", beside the same β₁ {_interval(_apart(runs, control))}"
-            lines.append([arm, spread(values(runs, "loss"), ".3f"), gap, _rate(runs[0]), at])
-        head = ["exchange", "loss", "gap (95 %)", "rate", "level"]
+            loss = spread(values(runs, "loss"), ".3f")
+            lines.append([arm, loss, gap, _rate(runs[0]), at, of])
+        head = ["exchange", "loss", "gap (95 %)", "rate", "level", "of the share"]
         text += (
             f"**{model}, {optimizer}, W = {workers}, {steps} steps, 1/{share} of dense bytes**\n\n"
         )

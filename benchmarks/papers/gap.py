@@ -28,7 +28,7 @@ from lightning_gc.compressors import Compressor
 from lightning_gc.methods import plot_style
 from lightning_gc.schemes import Scheme
 
-SIZES = {0.5: (48, 2, 0.004), 2: (144, 3, 0.002), 8: (320, 5, 0.001)}
+SIZES = {0.5: (48, 2, 0.004), 2: (144, 3, 0.002), 9: (320, 5, 0.001)}
 """Million parameters -> width, blocks, learning rate."""
 WORKERS, LENGTH, STEPS, PLACES, BRANCH = 16, 64, 1_500, (0.05, 0.3, 0.8), 0.1
 WARM, FALL, DENSE, RECOMMENDED = 0.02, 0.9, "dense", "QSGD, 4 bits"
@@ -41,7 +41,7 @@ METHODS: dict[str, tuple[Compressor, Scheme | None]] = {
 }
 RUNS = Path(__file__).parents[2] / "runs" / "gap"
 ABOUT = f"""
-Transformers of 0.5, 2 and 8 million parameters predict the words of WikiText-2; {WORKERS} simulated
+Transformers of 0.5, 2 and 9 million parameters predict the words of WikiText-2; {WORKERS} simulated
 workers take a row of {LENGTH} words each in a step, {STEPS:,} steps of AdamW with β₁ = 0.9, clipped
 at 1. The rate climbs for {WARM:.0%} of the steps, stays, and falls to zero in the last tenth.
 
@@ -49,7 +49,7 @@ A method leaves the dense run after {", ".join(f"{place:.0%}" for place in PLACE
 with its weights and AdamW's moments. It trains for {BRANCH:.0%} of the run on the same batches, at
 the trunk's rate. Its errors begin at zero. *Gap*: its training loss above the trunk's on the same
 batches, a mean over the last half of the branch. A *slope* is that of a line through all branches,
-with its 95 % interval (Student's t).
+with its 95 % interval (Student's t), as if branches of one trunk were independent.
 """
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -173,7 +174,7 @@ def page(rows: list[Row]) -> str:
             study = frame.where(rows, method=method, mbit=0)
             if not own or not study:
                 continue
-            best = min(study, key=lambda row: row["loss"])
+            best = min(study, key=lambda row: math.inf if row["loss"] is None else row["loss"])
             edge = " (edge)" if tuned_rate.is_edge(best, RATES) else ""
             done = [seconds for seconds in own.values() if seconds is not None]
             cells = [

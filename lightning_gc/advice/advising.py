@@ -117,8 +117,8 @@ def advise(
 
     Args:
         config: path of a YAML file with LightningCLI's model, data and trainer, or its sections.
-        methods: candidates, as for ``lightning-gc bench``; by default 16 bits, 4 bits, top-k by
-            several schemes, low rank.
+        methods: candidates, as for ``lightning-gc bench``; by default 16 bits, 4 bits, low
+            rank and, among at most 8 workers, top-k by several schemes.
         budget_seconds: seconds for everything. Three tenths time the methods' computation; seven
             tenths if no method is measured. If that is too little, candidates are left out.
         workers: predict for this number of workers; no method is measured.

@@ -36,10 +36,7 @@ MATRICES = 48
 """Number of matrices of a model that is described by its size only, as GPT-2's blocks have."""
 
 
-LEFT_OUT = (
-    f"Sparsifiers are left out among more than {MANY} workers, where they lose most at equal "
-    "bytes. Name them with --methods to see their seconds."
-)
+LEFT_OUT = f"Sparsifiers are left out among more than {MANY} workers, unless they are named."
 
 
 def candidates(workers: int) -> tuple[str, ...]:

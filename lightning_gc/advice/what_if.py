@@ -185,9 +185,10 @@ class WhatIf(Description):
 
     @property
     def hint(self) -> str:
-        """A sentence if the step is faster than a CPU's, although ``gpu`` is not set."""
+        """Sentences on a GPU's step where ``gpu`` is not set, and on what is left out."""
         fast = self.parameters / self.step > QUICK
-        return "" if self.gpu or not fast else " Such a step is a GPU's: give --gpu."
+        found = "" if self.gpu or not fast else " Such a step is a GPU's: give --gpu."
+        return found + (f" {LEFT_OUT}" if self.workers > MANY and not self.chosen else "")
 
     def rows(self) -> list[prediction.Prediction]:
         """Return the predicted rows, shortest step first.
@@ -245,9 +246,11 @@ def changes(case: WhatIf, method: str | None) -> list[str]:
         method: the method that its verdict suggests, or None.
     """
     slow, fast = 10 * case.link.latency_us, case.link.times(10)
+    twice = replace(case, workers=2 * case.workers)
+    fewer = ", without sparsifiers" if len(twice.methods) < len(case.methods) else ""
     cases = {
         f"{slow:g} µs a message": replace(case, link=replace(case.link, latency_us=slow)),
-        f"{2 * case.workers} workers": replace(case, workers=2 * case.workers),
+        f"{twice.workers} workers{fewer}": twice,
         str(fast): replace(case, link=fast),
         "no overlap with the backward pass": replace(case, overlap=False),
     }
@@ -292,8 +295,6 @@ def run(described: Description, name: str | None) -> None:
         "Assumed: a third of the step is the forward pass, and gradients become ready evenly.",
         "Also assumed: compression delays the backward pass by its own seconds.",
     ]
-    if case.workers > MANY and not case.chosen:
-        lines.append(LEFT_OUT)
     if case.gpu:
         lines.append("The GPU's costs are those of one worker. Decoding takes longer with more.")
     lines += [

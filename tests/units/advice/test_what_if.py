@@ -250,7 +250,9 @@ def test_among_many_workers_sparsifiers_are_predicted_only_if_named(
     said = capsys.readouterr().out
     table = said.partition("Rows with")[0]
     assert ("\ntopk" in table) == (workers <= 8 or named)
-    assert ("Sparsifiers are left out among more than 8" in said) == (workers > 8 and not named)
+    assert ("Sparsifiers are left out among more than 8 workers, " in said) == (
+        workers > 8 and not named
+    )
 
 
 def test_numbers() -> None:

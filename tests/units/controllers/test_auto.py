@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from lightning_gc.controllers import (
     Observation,
     Weighed,
 )
+from lightning_gc.controllers.trace import _observation, append, replay
 from lightning_gc.exchange.automatic import menu_of
 
 Seconds = Mapping[float | None, float]
@@ -211,6 +213,19 @@ def test_among_many_workers_no_sparsifier_is_tried(workers: int) -> None:
     assert len(sparse) == 3
     left_out = sparse if workers > 8 else set()
     assert set(state["permitted"]) == set(menu.names) - left_out
+
+
+def test_a_trace_keeps_all_that_was_weighed(tmp_path: Path) -> None:
+    found = (Candidate(1, "TopK(0.01)", -1.0), Candidate(None, "uncompressed", 0.0))
+    auto, weighed = Auto(allow="feedback"), Weighed(0.5, found, "Cast()", 16)
+    seen = Observation(0, optimizers=("SGD",), weighed=weighed)
+    decision, state = auto.decide(seen, auto.init())
+    assert state["permitted"] == []
+    append(tmp_path / "trace", seen, auto.init(), decision)
+    [(first, second)] = replay(auto, tmp_path / "trace")
+    assert first == second
+    read = _observation(json.loads((tmp_path / "trace").read_text())["observation"])
+    assert read == seen
 
 
 def test_of_two_that_are_as_fast_the_one_that_sends_more_is_taken() -> None:
