@@ -266,10 +266,11 @@ def main() -> None:
                 text += f"{part}\n"
     name = "replay_check" if options.check else "replay"
     words = "Replays beside trainings" if options.check else "Steps of GPUs, replayed"
+    hook = " Over Gloo the trainings' hook is that of fp16, of as many bytes." * options.check
     head = f"""{dated_page.title(words)}
 
 `python benchmarks/replay.py {" ".join(sys.argv[1:])}` with {dated_page.versions("torch")},
-{os.cpu_count()} CPUs. Medians of {options.rounds} x {options.steps} steps.
+{os.cpu_count()} CPUs. Medians of {options.rounds} x {options.steps} steps.{hook}
 
 """
     dated_page.write(options.out, name, head + text, found)

@@ -157,8 +157,8 @@ class Mask:
         choose: the positions.
         agree: bytes that a worker receives until all have the mask.
         value_bits: 32, 16 (rounded to bfloat16 before and after the sum) or 4 (QSGD, two-shot).
-        momentum: of gradients, before they are compressed; positions that were sent are masked in
-            it, as Deep Gradient Compression does.
+        momentum: of gradients, before they are compressed, beside the optimizer's own; positions
+            that were sent are masked in it, as Deep Gradient Compression does.
         decay: what stays of an error in a step.
         dense: share of the steps, at the beginning, that are not compressed.
     """

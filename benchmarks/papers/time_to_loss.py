@@ -162,7 +162,7 @@ def page(rows: list[Row]) -> str:
         }
         seeds = {row["seed"] for row in found[PLAIN]}
         goals = {
-            row["seed"]: row["losses"][round(GOAL * STEPS - WINDOW) // POINT]
+            row["seed"]: row["losses"][(round(GOAL * row["steps"]) - WINDOW) // POINT]
             for row in found[PLAIN]
         }
         times: dict[str, dict[int, float | None]] = {

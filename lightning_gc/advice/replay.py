@@ -86,7 +86,7 @@ def _sleep_until(moment: float) -> None:
 
 
 def request(asked: Asked, workers: int) -> Request:
-    """Return a request of this kind and size, for the host, with which nothing else is sent."""
+    """Return a request of this kind and size, for the host; its tensors are zeros."""
     if asked.kind == "Mean":
         return Mean((torch.zeros(round(asked.nbytes / 4), dtype=torch.float32, device="cpu"),))
     payload = (torch.zeros(round(asked.nbytes), dtype=torch.uint8, device="cpu"),)

@@ -253,6 +253,7 @@ def test_among_many_workers_sparsifiers_are_predicted_only_if_named(
     assert ("Sparsifiers are left out among more than 8 workers, " in said) == (
         workers > 8 and not named
     )
+    assert (f"  {2 * workers} workers, without sparsifiers: " in said) == (workers == 8)
 
 
 def test_numbers() -> None:
