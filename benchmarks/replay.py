@@ -2,6 +2,7 @@
 
     python benchmarks/replay.py            # needs Linux, root and iproute2
     python benchmarks/replay.py --check    # beside trainings whose computation is slept
+    python benchmarks/replay.py --plot     # the picture of the newest results, and no run
 
 Workers are processes in network namespaces; the links are shaped. `lightning-gc bench --replay`
 sleeps the GPU's part of a step and the part of compression, and sends the messages. Above each
@@ -30,6 +31,7 @@ from typing import Any
 import dated_page
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from namespaces import Link, check_privileges, launch, network
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -43,9 +45,11 @@ from lightning_gc.advice.prediction import Situation
 from lightning_gc.advice.replay import measure, request
 from lightning_gc.advice.traces import Trace
 from lightning_gc.advice.what_if import WhatIf
+from lightning_gc.bench.baselines import NONE
 from lightning_gc.bench.benchmark import COLUMNS, cells
 from lightning_gc.compressors.joint import WholeCodec
 from lightning_gc.core import Bucket, Flow
+from lightning_gc.methods import plot_style
 from lightning_gc.methods.text_table import markdown
 from lightning_gc.schemes import Scheme
 from lightning_gc.transports.distributed import Distributed
@@ -224,6 +228,41 @@ def compared(found: dict[str, list[list[float]]]) -> str:
     return markdown(head, lines)
 
 
+def draw(found: list[dict[str, Any]], figure: Figure) -> None:
+    """Draw seconds per step as points, a panel for each model and link; a line is the limit."""
+    cases = {(part["model"], part["link"]): None for part in found if _is_shown(part)}
+    workers = sorted({part["workers"] for part in found})
+    figure.set_size_inches(plot_style.WIDTH, 1.9 * len(cases))
+    panels = figure.subplots(len(cases), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (model, link) in zip(panels, cases, strict=True):
+        for part in found:
+            if (part["model"], part["link"]) == (model, link) and _is_shown(part):
+                rows = dict(part["rows"])
+                limit = rows.pop(NONE)["seconds"]
+                of = workers.index(part["workers"])
+                seconds = [row["seconds"] for row in rows.values()]
+                marks = {"marker": plot_style.MARKERS[of], "color": plot_style.SERIES[of]}
+                axes.plot(seconds, list(rows), ls="", label=f"{part['workers']} workers", **marks)
+                axes.axvline(limit, color=plot_style.INK, ls="--", lw=0.8)
+        axes.set(title=f"{model}, {link}", ylim=(len(rows) - 0.5, -0.5))
+        plot_style.plain_log(axes.xaxis)
+    panels[-1].set_xlabel("seconds per step")
+    plot_style.legend(figure)
+
+
+def _is_shown(part: dict[str, Any]) -> bool:
+    """Say whether the machine had at least half of the link's rate."""
+    rate, unit = part["link"].split()
+    return bool(part["gbps"] >= 0.45 * float(rate) * {"Mbit/s": 1e-3, "Gbit/s": 1.0}[unit])
+
+
+def plot() -> None:
+    """Draw the newest results for the documentation."""
+    newest = max(dated_page.RESULTS.glob("replay_2*.json"))
+    image = plot_style.svg(functools.partial(draw, json.loads(newest.read_text())), "replay")
+    (Path(__file__).parents[1] / "docs" / "images" / "replay.svg").write_bytes(image)
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -236,11 +275,15 @@ def main() -> None:
     add("--rounds", type=int, default=2, help="turns of each method")
     add("--steps", type=int, default=5, help="measured steps of a turn")
     add("--check", action="store_true", help="beside trainings whose computation is slept")
+    add("--plot", action="store_true", help="run nothing, and draw the newest results")
     add("--out", type=Path, default=dated_page.RESULTS, help="folder of the dated files")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         options.out.write_text(json.dumps(work(options)))
+        return
+    if options.plot:
+        plot()
         return
     check_privileges("The replay")
     found, text = [], ""
