@@ -253,7 +253,7 @@ def draw(found: list[dict[str, Any]], figure: Figure) -> None:
 def _is_shown(part: dict[str, Any]) -> bool:
     """Say whether the machine had at least half of the link's rate."""
     rate, unit = part["link"].split()
-    return bool(part["gbps"] >= 0.45 * float(rate) * {"Mbit/s": 1e-3, "Gbit/s": 1.0}[unit])
+    return bool(part["gbps"] >= 0.5 * float(rate) * {"Mbit/s": 1e-3, "Gbit/s": 1.0}[unit])
 
 
 def plot() -> None:
@@ -309,11 +309,11 @@ def main() -> None:
                 text += f"{part}\n"
     name = "replay_check" if options.check else "replay"
     words = "Replays beside trainings" if options.check else "Steps of GPUs, replayed"
-    hook = " Over Gloo the trainings' hook is that of fp16, of as many bytes." * options.check
+    hook = " Over Gloo the trainings use torch's fp16 hook, which sends as many bytes."
     head = f"""{dated_page.title(words)}
 
 `python benchmarks/replay.py {" ".join(sys.argv[1:])}` with {dated_page.versions("torch")},
-{os.cpu_count()} CPUs. Medians of {options.rounds} x {options.steps} steps.{hook}
+{os.cpu_count()} CPUs. Medians of {options.rounds} x {options.steps} steps.{hook * options.check}
 
 """
     dated_page.write(options.out, name, head + text, found)

@@ -1,6 +1,8 @@
 """Accuracy on CIFAR-10 by what is sent: paper 004's Table 1 with a fast network, and more methods.
 
-python benchmarks/papers/cifar.py --data cifar10.npz
+    python benchmarks/papers/cifar.py --data cifar10.npz
+
+Accuracies are those of the test images, which also choose each method's rate.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ seed.
 *16 bits* rounds to bfloat16, as torch's hook does. ACCORDION switches between 1 and 0.1 % by the
 detector that paper 004 ran, every other epoch (every tenth of 300 there); the threshold is the
 paper's rule for 0.1 %; the budget (`TotalErrorBudget`) sends 0.2 % on average, which is what Top-k
-0.1 % sends with the small tensors. *Dynamic bits* is
-`QSGD` from 4 to 16 bits by validation accuracy. Bytes are the mean over workers.
+0.1 % sends with the small tensors. *Dynamic bits* is `QSGD` from 4 to 16 bits by test accuracy.
+Bytes are the mean over workers.
 """
 SMALL = ", in this small setting"
 
