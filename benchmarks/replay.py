@@ -312,7 +312,7 @@ def main() -> None:
     hook = " Over Gloo the trainings use torch's fp16 hook, which sends as many bytes."
     head = f"""{dated_page.title(words)}
 
-`python benchmarks/replay.py {" ".join(sys.argv[1:])}` with {dated_page.versions("torch")},
+`{" ".join(["python benchmarks/replay.py", *sys.argv[1:]])}` with {dated_page.versions("torch")},
 {os.cpu_count()} CPUs. Medians of {options.rounds} x {options.steps} steps.{hook * options.check}
 
 """

@@ -1,7 +1,6 @@
 """Paper 003's table in its own terms: quantisers of 4 to 16 bits, static, dynamic and reversed.
 
-    python benchmarks/papers/bit_width.py --only task=digits
-    python benchmarks/papers/bit_width.py --data cifar10.npz
+    python benchmarks/papers/bit_width.py
 
 The paper names neither quantiser nor thresholds. Most likely is rounding to the nearest level of
 one scale per tensor, without error feedback; thresholds are DynamicBitWidth's defaults.
@@ -61,29 +60,24 @@ ARMS = {
     ACCORDION: method(nearest(4), controller=Accordion(16, 4, interval=2)),
 }
 THEIRS = {NONE: 92.96, STATIC: 85.97, DYNAMIC: 91.40}
-TASKS = {
-    "digits": {"width": 16, "epochs": 10, "batch": 16, "rate": 0.05, "share": 1.0},
-    "cifar": {"width": 8, "epochs": 20, "batch": 64, "rate": 0.1, "share": 0.2},
-}
+SETTINGS = {"width": 16, "epochs": 10, "batch": 16, "rate": 0.05, "share": 1.0, "workers": 2}
 ABOUT = """
 Paper 003, Table I: ResNet on CIFAR-10, two workers, 70 epochs: 92.96 % without compression, 85.97 %
 with 8 bits throughout, 91.40 % with 4 to 16 bits as accuracy grows.
 
-Scaled down: the ResNet of examples/vision.py on scikit-learn's digits (width 16, 10 epochs), and on
-a fifth of CIFAR-10 (10,000 images, width 8, 19,954 parameters, 20 epochs, all 10,000 test images; a
-JPEG copy); two simulated workers, every tensor compressed with one scale each, no error feedback
-unless it is named, messages gathered. `reverse` is 16, 8 and 4 bits in thirds of the run, `constant
-9` their mean. `constant, dynamic's mean` has in every epoch the mean bits of the dynamic run of the
-same seed, to the nearest whole number (an epoch without compression counts as 32; more than 16 are
-not possible).
+Scaled down: the ResNet of examples/vision.py on scikit-learn's digits (width 16, 10 epochs); two
+simulated workers, every tensor compressed with one scale each, no error feedback unless it is
+named, messages gathered. `reverse` is 16, 8 and 4 bits in thirds of the run, `constant 9` their
+mean. `constant, dynamic's mean` has in every epoch the mean bits of the dynamic run of the same
+seed, to the nearest whole number (an epoch without compression counts as 32; more than 16 are not
+possible). `cifar.py` has *dynamic bits* on CIFAR-10, by `QSGD` with error feedback.
 """
 
 
 def cells(seeds: int) -> list[Cell]:
-    """Return all arms, digits first."""
+    """Return all arms."""
     return [
-        {"arm": arm, "task": task, **settings, "workers": 2, "seed": seed}
-        for task, settings in TASKS.items()
+        {"arm": arm, "task": "digits", **SETTINGS, "seed": seed}
         for seed in range(seeds)
         for arm in (*ARMS, EQUAL)
     ]
@@ -96,11 +90,10 @@ def before(cell: Cell) -> list[Cell]:
 
 def train(cell: Cell, data: Path | None) -> Row:
     """Run one cell."""
-    path = data if cell["task"] != "digits" else None
     if cell["arm"] == EQUAL:
         bits = min(round(bits_over_time(cell["before"][0])), 16)
-        return tasks.photos(cell, method(nearest(bits)), path)
-    return tasks.photos(cell, ARMS[cell["arm"]], path)
+        return tasks.photos(cell, method(nearest(bits)))
+    return tasks.photos(cell, ARMS[cell["arm"]])
 
 
 def bits_over_time(row: Row) -> float:
@@ -110,27 +103,24 @@ def bits_over_time(row: Row) -> float:
 
 
 def page(rows: list[Row]) -> str:
-    """Return a table per task."""
-    text = ""
-    for task in TASKS:
-        lines = []
-        for arm in (*ARMS, EQUAL):
-            if runs := where(rows, arm=arm, task=task):
-                best = [max(row["course"]) for row in runs]
-                lines.append(
-                    [
-                        arm,
-                        f"{THEIRS.get(arm, '–')}",
-                        spread(values(runs, "accuracy"), ".2f", 100),
-                        spread(best, ".2f", 100),
-                        spread(values(runs, "loss"), ".4f"),
-                        spread([bits_over_time(row) for row in runs], ".1f"),
-                        spread(values(runs, "ratio"), ".2f"),
-                    ]
-                )
-        head = ["", "paper 003, %", "accuracy, %", "best epoch, %", "loss", "mean bits", "ratio"]
-        text += f"## {task}\n\n{table(head, lines)}\n" if lines else ""
-    return text
+    """Return the table."""
+    lines = []
+    for arm in (*ARMS, EQUAL):
+        if runs := where(rows, arm=arm):
+            best = [max(row["course"]) for row in runs]
+            lines.append(
+                [
+                    arm,
+                    f"{THEIRS.get(arm, '–')}",
+                    spread(values(runs, "accuracy"), ".2f", 100),
+                    spread(best, ".2f", 100),
+                    spread(values(runs, "loss"), ".4f"),
+                    spread([bits_over_time(row) for row in runs], ".1f"),
+                    spread(values(runs, "ratio"), ".2f"),
+                ]
+            )
+    head = ["", "paper 003, %", "accuracy, %", "best epoch, %", "loss", "mean bits", "ratio"]
+    return table(head, lines)
 
 
 def claims(rows: list[Row]) -> list[Claim]:
@@ -148,50 +138,39 @@ def claims(rows: list[Row]) -> list[Claim]:
         ("Accordion on bits loses accuracy", "not run", ACCORDION, NONE),
     )
     found = []
-    for task in TASKS:
-        for text, theirs, low, high in pairs:
-            less, more = (
-                [100 * x for x in values(where(rows, arm=arm, task=task), "accuracy")]
-                for arm in (low, high)
-            )
-            n = min(len(less), len(more))
-            if n:
-                apart = spread([b - a for a, b in zip(less, more, strict=False)], "+.2f")
-                said = f"{high} − {low}: {apart} points"
-                found.append(Claim(f"{text}; {task}", theirs, said, verdict(less[:n], more[:n])))
+    for text, theirs, low, high in pairs:
+        less, more = (
+            [100 * x for x in values(where(rows, arm=arm), "accuracy")] for arm in (low, high)
+        )
+        n = min(len(less), len(more))
+        if n:
+            apart = spread([b - a for a, b in zip(less, more, strict=False)], "+.2f")
+            said = f"{high} − {low}: {apart} points"
+            found.append(Claim(text, theirs, said, verdict(less[:n], more[:n])))
     return found
 
 
 def draw(rows: list[Row], figure: Figure) -> None:
     """Draw accuracy and bits over epochs, means over seeds."""
     figure.set_size_inches(plot_style.WIDTH, 6.5)
-    axes = figure.subplots(2, 2, sharex="col")
+    above, below = figure.subplots(2, 1, sharex=True)
     shown = (NONE, STATIC, DYNAMIC, REVERSE, FOUR, ACCORDION)
-    for column, task in enumerate(TASKS):
-        above, below = axes[0][column], axes[1][column]
-        for arm, colour in zip(shown, (plot_style.INK, *plot_style.SERIES), strict=False):
-            runs = where(rows, arm=arm, task=task)
-            if not runs:
-                continue
-            epochs = range(1, len(runs[0]["course"]) + 1)
-            mean = [
-                100 * statistics.fmean(x) for x in zip(*(r["course"] for r in runs), strict=True)
-            ]
-            above.plot(epochs, mean, color=colour, label=arm, lw=1.2)
-            levels = [[32 if v is None else v for v in r["levels"]] for r in runs]
-            bits = [statistics.fmean(x) or 32 for x in zip(*levels, strict=True)]
-            below.step(epochs, bits, color=colour, where="mid", lw=1.2)
-        above.set(title=task, ylabel="validation accuracy, %")
-        below.set(xlabel="epoch", ylabel="bits")
+    for arm, colour in zip(shown, (plot_style.INK, *plot_style.SERIES), strict=False):
+        runs = where(rows, arm=arm)
+        if not runs:
+            continue
+        epochs = range(1, len(runs[0]["course"]) + 1)
+        mean = [100 * statistics.fmean(x) for x in zip(*(r["course"] for r in runs), strict=True)]
+        above.plot(epochs, mean, color=colour, label=arm, lw=1.2)
+        levels = [[32 if v is None else v for v in r["levels"]] for r in runs]
+        bits = [statistics.fmean(x) or 32 for x in zip(*levels, strict=True)]
+        below.step(epochs, bits, color=colour, where="mid", lw=1.2)
+    above.set(ylabel="validation accuracy, %")
+    below.set(xlabel="epoch", ylabel="bits")
     plot_style.legend(figure)
 
 
 if __name__ == "__main__":
-    data = "CIFAR-10 as an .npz, as examples/vision.py reads it; digits need none"
     sys.exit(
-        frame.main(
-            Experiment(
-                "bit_width", ABOUT, cells, train, page, claims, draw, data=data, before=before
-            )
-        )
+        frame.main(Experiment("bit_width", ABOUT, cells, train, page, claims, draw, before=before))
     )

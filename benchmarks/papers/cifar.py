@@ -100,7 +100,9 @@ class Fast(tasks.Classifier):
         moved = windows[torch.arange(count), :, down, right]
         seen = torch.where(torch.rand(count, 1, 1, 1) < 0.5, moved.flip(3), moved)
         outputs = self.net(seen.contiguous(memory_format=torch.channels_last)) * SCALE
-        return nn.functional.cross_entropy(outputs, labels, label_smoothing=SMOOTHING)
+        loss = nn.functional.cross_entropy(outputs, labels, label_smoothing=SMOOTHING)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
 
     def configure_optimizers(self) -> Any:
         """Return SGD, and its rate's way up and down."""

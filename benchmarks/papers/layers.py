@@ -1,6 +1,6 @@
 """Levels by layer: LayerBudget's plans, compared with common levels of as many bytes.
 
-    python benchmarks/papers/layers.py --data cifar10.npz
+    python benchmarks/papers/layers.py
 
 L-GreCo reports fewer bytes at equal accuracy. Bytes of a plan are not chosen, so loss at its bytes
 is read off the line between the common levels.
@@ -28,7 +28,6 @@ from lightning_gc.methods import plot_style
 TASKS: dict[str, Cell] = {
     "words": {"rate": 10.0, "epochs": 5, "hidden": 64, "workers": 2, "columns": 20},
     "digits": {"rate": 0.05, "epochs": 10, "width": 16, "workers": 2, "batch": 16},
-    "cifar": {"rate": 0.1, "epochs": 10, "width": 8, "workers": 2, "batch": 32, "share": 0.1},
 }
 # Knob -> compressor, common levels in ascending order of bytes, the plans' reference and levels.
 KNOBS: dict[str, tuple[Compressor, tuple[float, ...], float, tuple[float, ...]]] = {
@@ -45,11 +44,10 @@ level, its reference (rank 4, 4 bits, density 1 %). `{RELATIVE}` weighs each par
 
 *words*: the demo's language model (64 units, 5 epochs of Python's documentation, clipped SGD whose
 rate falls in a line to zero). *digits*: the ResNet of examples/vision.py (width 16, 10 epochs,
-momentum). *cifar*: the same at width 8 on a tenth of CIFAR-10 (a JPEG copy), 10 epochs, loss on all
-10,000 test images. 2 simulated workers; memories and schemes are the methods' own; small tensors
-are dense, and their bytes count. Rates are those of dense training. *Apart* is the loss minus that
-of a common level of as many bytes, read off the line between those that were run (over the
-logarithm of bytes), seed by seed; negative is better.
+momentum). 2 simulated workers; memories and schemes are the methods' own; small tensors are dense,
+and their bytes count. Rates are those of dense training. *Apart* is the loss minus that of a common
+level of as many bytes, read off the line between those that were run (over the logarithm of bytes),
+seed by seed; negative is better.
 """
 
 
@@ -85,7 +83,7 @@ def train(cell: Cell, data: Path | None) -> Row:
         method = tasks.Method(KNOBS[cell["knob"]][0], None, controller)
     if cell["task"] == "words":
         return tasks.words(cell, method)
-    return tasks.photos(cell, method, data if cell["task"] == "cifar" else None)
+    return tasks.photos(cell, method)
 
 
 def at_equal_bytes(rows: list[Row], run: Row) -> float:
@@ -200,19 +198,4 @@ def _dots(ax: Axes, groups: list[list[Row]], how: str, colour: str, label: str) 
 
 
 if __name__ == "__main__":
-    free = frozenset({"words", "digits"})
-    sys.exit(
-        frame.main(
-            Experiment(
-                "layers",
-                ABOUT,
-                cells,
-                train,
-                page,
-                claims,
-                draw,
-                data="an .npz file of CIFAR-10",
-                free=free,
-            )
-        )
-    )
+    sys.exit(frame.main(Experiment("layers", ABOUT, cells, train, page, claims, draw)))

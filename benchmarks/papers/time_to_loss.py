@@ -159,8 +159,10 @@ def reached(row: Row, target: float) -> float | None:
 
 
 def page(rows: list[Row]) -> str:
-    """Return a table for each link."""
-    text = ""
+    """Return the hours, and a table for each link."""
+    hours = sum(row["seconds"][-1] for row in rows) / 3600
+    text = f"The workers trained for {hours:.1f} hours by the clock, and kept two cores busy for\n"
+    text += "a part of them. CPU minutes are those of the program that starts them.\n\n"
     for mbit in LINKS:
         found = {line: timed(rows, line, mbit) for line in LINES}
         goals = {
@@ -233,7 +235,8 @@ def draw(rows: list[Row], figure: Figure) -> None:
             for row in timed(rows, line, mbit)[:1]:
                 style = {"color": colors[line[0]], "ls": "-" if line[1] else "--"}
                 axes.plot(row["seconds"], row["losses"], label=label(line), **style)
-        axes.set(title=str(Link(mbit)), xlabel="seconds", xscale="log")
+        plot_style.plain_log(axes.xaxis)
+        axes.set(title=str(Link(mbit)), xlabel="seconds")
     panels[0].set_ylabel(f"training loss, mean of {WINDOW} steps")
     plot_style.legend(figure)
 
