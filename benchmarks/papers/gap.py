@@ -48,8 +48,9 @@ at 1. The rate climbs for {WARM:.0%} of the steps, stays, and falls to zero in t
 A method leaves the dense run after {", ".join(f"{place:.0%}" for place in PLACES)} of its steps,
 with its weights and AdamW's moments. It trains for {BRANCH:.0%} of the run on the same batches, at
 the trunk's rate. Its errors begin at zero. *Gap*: its training loss above the trunk's on the same
-batches, a mean over the last half of the branch. A *slope* is that of a line through all branches,
-with its 95 % interval (Student's t), as if branches of one trunk were independent.
+batches, a mean over the last half of the branch. A *slope* with the model's size is that of lines
+through all branches, a parallel line for each place; a slope with the place has a line for each
+size. Its 95 % interval is by Student's t, as if branches of one trunk were independent.
 """
 
 
@@ -204,17 +205,32 @@ def gaps(rows: list[Row], method: str, **kind: float) -> list[float]:
     return [row["loss"] for row in frame.where(rows, method=method, **kind)]
 
 
-def _slope(points: list[tuple[float, float]]) -> tuple[float, float, float]:
-    """Return the slope of a line through points, and its 95 % interval."""
-    x, y = zip(*points, strict=True)
-    line = stats.linregress(x, y)
-    reach = float(stats.t.ppf(0.975, len(points) - 2)) * line.stderr
-    return line.slope, line.slope - reach, line.slope + reach
+Point = tuple[float, float, float]
+"""Place on an axis, gap, and the group whose line it belongs to."""
 
 
-def _points(rows: list[Row], method: str, by: str) -> list[tuple[float, float]]:
+def _slope(points: list[Point]) -> tuple[float, float, float]:
+    """Return the slope of parallel lines, one a group, and its 95 % interval."""
+    groups: dict[float, list[tuple[float, float]]] = {}
+    for x, y, group in points:
+        groups.setdefault(group, []).append((x, y))
+    apart = []  # from the mean of each group
+    for each in groups.values():
+        at, gap = (statistics.fmean(values) for values in zip(*each, strict=True))
+        apart += [(x - at, y - gap) for x, y in each]
+    square = sum(x * x for x, _ in apart)
+    slope = sum(x * y for x, y in apart) / square
+    free = len(points) - len(groups) - 1
+    error = math.sqrt(sum((y - slope * x) ** 2 for x, y in apart) / free / square)
+    reach = float(stats.t.ppf(0.975, free)) * error
+    return slope, slope - reach, slope + reach
+
+
+def _points(rows: list[Row], method: str, by: str) -> list[Point]:
     branches = [row for row in frame.where(rows, method=method) if row["at"]]
-    return [(math.log2(row[by]) if by == "size" else row[by], row["loss"]) for row in branches]
+    if by == "size":
+        return [(math.log2(row["size"]), row["loss"], row["at"]) for row in branches]
+    return [(row["at"], row["loss"], row["size"]) for row in branches]
 
 
 def page(rows: list[Row]) -> str:
@@ -234,7 +250,7 @@ def page(rows: list[Row]) -> str:
         line = [method]
         for by, unit in (("size", 1.0), ("at", 0.1)):
             points = _points(rows, method, by)
-            if len({x for x, _ in points}) > 2:
+            if len({x for x, *_ in points}) > 2:
                 slope, low, high = (unit * each for each in _slope(points))
                 line.append(f"{slope:+.4f} ({low:+.4f} to {high:+.4f})")
             else:
@@ -259,7 +275,7 @@ def claims(rows: list[Row]) -> list[Claim]:
     for method in METHODS:
         for by, what in (("size", "a larger model"), ("at", "later in training")):
             points = _points(rows, method, by)
-            if len({x for x, _ in points}) > 2:
+            if len({x for x, *_ in points}) > 2:
                 slope, low, high = _slope(points)
                 said = "grows" if low > 0 else "shrinks" if high < 0 else "cannot be told"
                 text = f"{method}: the gap with {what}"
