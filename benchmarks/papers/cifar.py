@@ -7,7 +7,6 @@ Accuracies are those of the test images, which also choose each method's rate.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import sys
 from pathlib import Path
@@ -259,21 +258,21 @@ def _small(said: str) -> str:
 
 
 def draw(rows: list[Row], figure: Figure) -> None:
-    """Draw accuracy over epochs, and the end against bytes."""
-    figure.set_size_inches(plot_style.WIDTH, 6.5)
-    left, right = figure.subplots(2, 1)
-    for arm, colour in zip(ARMS, itertools.cycle((plot_style.INK, *plot_style.SERIES))):
-        runs = tuned_rate.runs(rows, arm=arm)
-        if not runs:
-            continue
-        mean = [100 * statistics.fmean(x) for x in zip(*(r["course"] for r in runs), strict=True)]
-        left.plot(range(1, len(mean) + 1), mean, color=colour, label=arm, lw=1.2)
-        points = [values(runs, "bytes"), [100 * x for x in values(runs, "accuracy")]]
-        right.plot(*points, "o", color=colour, ms=4)
-    left.set(xlabel="epoch", ylabel="test accuracy, %")
-    plot_style.plain_log(right.xaxis)
-    right.set(xlabel="bytes per step", ylabel="test accuracy, %")
-    plot_style.legend(figure)
+    """Draw accuracy against bytes, with deviations."""
+    axes = figure.subplots()
+    points = []
+    for arm in ARMS:
+        if runs := tuned_rate.runs(rows, arm=arm):
+            percent = [100 * x for x in values(runs, "accuracy")]
+            at, mean = statistics.fmean(values(runs, "bytes")), statistics.fmean(percent)
+            apart = statistics.stdev(percent) if len(percent) > 1 else 0.0
+            colour = plot_style.INK if arm == SIXTEEN else plot_style.SERIES[0]
+            axes.errorbar(at, mean, apart, fmt="o", color=colour, ms=4, lw=1)
+            points.append((at, mean, arm))
+    plot_style.plain_log(axes.xaxis)
+    axes.margins(0.15)
+    axes.set(xlabel="bytes a worker sends in a step", ylabel="test accuracy, %")
+    frame.label_points(axes, points)
 
 
 if __name__ == "__main__":
