@@ -47,7 +47,7 @@ ARMS = {
     "PowerSGD, rank 2": tasks.Method(PowerSGD(2)),
     "dynamic bits": tasks.Method(QSGD(4), None, DynamicBitWidth()),
 }
-WIDTHS, RATES = (32, 96, 192), (0.1, 0.2, 0.4, 0.8)
+WIDTHS, RATES = (32, 96, 192), (0.4, 0.8, 1.6)
 FAR, SMOOTHING, SCALE, BIASES = 2, 0.2, 1 / 9, 16.0
 """Pixels that an image is moved by; of labels; of outputs; rates of biases, in units of others."""
 # Table 1, ResNet-18: accuracy and density, in percent.
