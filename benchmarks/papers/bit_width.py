@@ -70,7 +70,7 @@ simulated workers, every tensor compressed with one scale each, no error feedbac
 named, messages gathered. `reverse` is 16, 8 and 4 bits in thirds of the run, `constant 9` their
 mean. `constant, dynamic's mean` has in every epoch the mean bits of the dynamic run of the same
 seed, to the nearest whole number (an epoch without compression counts as 32; more than 16 are not
-possible). `cifar.py` has *dynamic bits* on CIFAR-10, by `QSGD` with error feedback.
+possible). `cifar.py` has *dynamic bits* on CIFAR-10, by `QSGD`.
 """
 
 

@@ -84,13 +84,38 @@ def test_seconds_to_a_loss_are_the_measured_ones() -> None:
     whole = rows_of(evidence)
     assert TIMED.name in evidence
     for ours, theirs in SHOWN.items():
+        assert shown[ours] == [link[theirs][4].split(" ± ")[0] for link in links], ours
+    for ours, theirs in {**SHOWN, "torch's fp16 hook, β₁ = 0": "torch fp16 hook, β₁ = 0"}.items():
         found = [link[theirs] for link in links]
-        steps, seconds, speeds = ([cells[at] for cells in found] for at in (3, 4, 6))
-        assert shown[ours] == [text.split(" ± ")[0] for text in seconds], ours
-        pairs = zip(
-            seconds, ("1" if s.startswith("1.00 (1.00") else s for s in speeds), strict=True
-        )
-        assert whole[ours] == [steps[0], *(cell for pair in pairs for cell in pair)], ours
+        cells = [cells[at] for cells in found for at in (4, 6)]
+        cells = ["1" if cell.startswith("1.00 (1.00") else cell for cell in cells]
+        assert whole[ours] == [found[0][3], *cells], ours
+
+
+def test_seconds_of_a_replay_are_the_measured_ones() -> None:
+    newest = max((ROOT / "benchmarks" / "results").glob("replay_2*.json"))
+    names = {"gpt2": "GPT-2", "resnet50": "ResNet-50"}
+    shown = rows_of((ROOT / "docs" / "evidence.md").read_text())
+    seen = 0
+    for part in json.loads(newest.read_text()):
+        row = shown.get(f"{names[part['model']]}, {part['workers']} workers, {part['link']}")
+        if row is not None:
+            seen += 1
+            seconds = [found["seconds"] for found in part["rows"].values()]
+            decimals = [len(cell.split(".")[1]) for cell in row]
+            assert row == [f"{s:.{n}f}" for s, n in zip(seconds, decimals, strict=True)], part
+    assert seen == 6
+
+
+def test_share_of_the_bytes_is_the_measured_one(plot: Any) -> None:
+    part = next(
+        part
+        for part in json.loads(plot.newest().read_text())
+        if (part["workers"], part["model"], part["link"]) == (2, "lstm8", "1 Gbit/s")
+    )
+    assert "`QSGD(bits=4)` | 1/8 (1/4)" in README
+    rows = part["rows"]
+    assert abs(rows["plain DDP"]["bytes"] / rows["QSGD(4)"]["bytes"] - 8) < 0.6
 
 
 @pytest.mark.slow
