@@ -62,8 +62,8 @@ Here: a network of six convolutions and 0.63 M parameters, whose first layer whi
 50,000 images of CIFAR-10 (a JPEG copy), moved by 2 pixels and mirrored; 4 simulated workers with 64
 images each, 8 epochs of SGD with Nesterov momentum 0.85, whose rate climbs for a fifth of the steps
 and then falls to zero; passes in bfloat16. As by default small tensors are sent whole, and errors
-are fed back, except those of `QSGD`, which rounds without bias. Each method has the best of {len(RATES)} rates by the test accuracy of the first
-seed.
+are fed back, except those of `QSGD`, which rounds without bias. Each method has the best of
+{len(RATES)} rates by the test accuracy of the first seed.
 
 *16 bits* rounds to bfloat16, as torch's hook does. ACCORDION switches between 1 and 0.1 % by the
 detector that paper 004 ran, every other epoch (every tenth of 300 there); the threshold is the
