@@ -60,7 +60,7 @@ ARMS = {
     ACCORDION: method(nearest(4), controller=Accordion(16, 4, interval=2)),
 }
 THEIRS = {NONE: 92.96, STATIC: 85.97, DYNAMIC: 91.40}
-SETTINGS = {"width": 16, "epochs": 10, "batch": 16, "rate": 0.05, "share": 1.0, "workers": 2}
+SETTINGS = {"width": 16, "epochs": 10, "batch": 16, "rate": 0.05, "workers": 2}
 ABOUT = """
 Paper 003, Table I: ResNet on CIFAR-10, two workers, 70 epochs: 92.96 % without compression, 85.97 %
 with 8 bits throughout, 91.40 % with 4 to 16 bits as accuracy grows.

@@ -151,7 +151,7 @@ def _half(before: int, after: int, *pool: nn.Module) -> list[nn.Module]:
 
 def cells(seeds: int) -> list[Cell]:
     """Return all arms."""
-    shared = {"epochs": 8, "batch": 64, "workers": 4, "share": 1.0}
+    shared = {"epochs": 8, "batch": 64, "workers": 4}
     return [
         {"arm": arm, **shared, "rate": rate, "seed": seed}
         for seed in range(seeds)
@@ -168,7 +168,7 @@ def before(cell: Cell) -> list[Cell]:
 def train(cell: Cell, data: Path | None) -> Row:
     """Run one cell."""
     pl.seed_everything(cell["seed"], verbose=False)
-    images = tasks.pictures(data, cell["share"])
+    images = tasks.pictures(data)
     steps = len(images.train) // (cell["workers"] * cell["batch"])
     model = Fast(images, cell, steps * cell["epochs"])
     given = Still(images, cell["workers"], cell["batch"], cell["seed"])

@@ -1,4 +1,4 @@
-"""What the experiments train: the demo's language model, and a small ResNet on digits or CIFAR-10.
+"""What the experiments train: the demo's language model, and a small ResNet on digits.
 
 Workers are simulated, in one process. Every run returns the same figures, among them the total
 errors ``Σ‖x_t − C(x_t)‖²`` of every compressor, whether a memory keeps them or not.
@@ -166,12 +166,12 @@ class Shared(Photos):
 
 
 @functools.cache
-def pictures(path: Path | None, share: float) -> Images:
-    """Return digits, or the first share of the training images of a file, in random order."""
+def pictures(path: Path | None = None) -> Images:
+    """Return digits, or a file's images; those of training in the random order of stored runs."""
     images = load(path)
     order = torch.randperm(len(images.train), generator=torch.Generator().manual_seed(0))
-    kept = order[: int(share * len(order))]
-    return Images(images.train[kept], images.train_labels[kept], images.valid, images.valid_labels)
+    own = images.train[order], images.train_labels[order]
+    return Images(*own, images.valid, images.valid_labels)
 
 
 def words(cell: dict[str, Any], method: Method, folder: Path | None = None) -> Figures:
@@ -194,18 +194,16 @@ def words(cell: dict[str, Any], method: Method, folder: Path | None = None) -> F
     return figures(trainer, watch, {"loss": loss, "perplexity": perplexity})
 
 
-def photos(cell: dict[str, Any], method: Method, path: Path | None = None) -> Figures:
-    """Train the ResNet, on digits unless a file is given.
+def photos(cell: dict[str, Any], method: Method) -> Figures:
+    """Train the ResNet on digits.
 
     Args:
         cell: ``rate``, ``epochs``, ``width``, ``workers``, ``batch`` (of a worker), ``seed``;
-            ``share`` of the training images where it is not all; ``momentum``, ``weight_decay``
-            and ``steps`` of an epoch where they differ.
+            ``momentum``, ``weight_decay`` and ``steps`` of an epoch where they differ.
         method: how gradients travel.
-        path: of an ``.npz`` file.
     """
     pl.seed_everything(cell["seed"], verbose=False)
-    images = pictures(path, cell.get("share", 1.0))
+    images = pictures()
     sgd = {name: cell[name] for name in ("momentum", "weight_decay") if name in cell}
     model = Classifier(images, cell["width"], cell["rate"], cell["epochs"], **sgd)
     data = Shared(images, cell["workers"], cell["batch"], cell["seed"])
