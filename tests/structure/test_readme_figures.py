@@ -15,7 +15,16 @@ from tests.support.fitting import unwarned
 ROOT = Path(__file__).parents[2]
 README = " ".join((ROOT / "README.md").read_text().split())
 PAGE = " ".join((ROOT / "docs" / "will-it-help.md").read_text().replace("**", "").split())
-TIMED = max((ROOT / "benchmarks" / "results" / "papers").glob("time_to_loss_2*.md"))
+EVIDENCE = (ROOT / "docs" / "evidence.md").read_text()
+
+
+def newest(name: str) -> Path:
+    """Return the newest results of an experiment, which the page of evidence names."""
+    found = max((ROOT / "benchmarks" / "results" / "papers").glob(f"{name}_2*.md"))
+    assert found.name in EVIDENCE
+    return found
+
+
 SHOWN = {
     "plain DDP": "plain DDP",
     "torch's fp16 hook": "torch fp16 hook",
@@ -23,6 +32,25 @@ SHOWN = {
     "TopK(0.01)": "TopK(0.01), β₁ = 0",
 }
 """Rows of README's table by their names in the results."""
+ARMS = {
+    '16 bits, `Cast("bfloat16")': "16 bits",
+    "TopK(0.01)": "Top-k 1%",
+    "TopK(0.001)": "Top-k 0.1%",
+    "Accordion": "Accordion",
+    "TotalError": "hard threshold",
+    "TotalErrorBudget": "budget",
+    "QSGD(4)": "QSGD, 4 bits",
+    "PowerSGD(2)": "PowerSGD, rank 2",
+    "DynamicBitWidth": "dynamic bits",
+}
+BRANCHES = {
+    "16 bits": "16 bits",
+    "QSGD(4)": "QSGD, 4 bits",
+    "PowerSGD(2)": "PowerSGD, rank 2",
+    "TopK(0.01)": "Top-k 1 %",
+    "Quantised(ChunkedTopK(), BinMeans(2))": "chunks and bins",
+}
+"""Rows of the page of evidence by their names in the results."""
 
 
 @pytest.fixture
@@ -77,12 +105,37 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {first.split("`,")[0]: others for first, *others in cells}
 
 
+def of_section(title: str) -> dict[str, list[str]]:
+    """Return the rows of the tables in a section of the page of evidence."""
+    (found,) = [part for part in EVIDENCE.split("\n## ") if part.startswith(f"{title}\n")]
+    return rows_of(found)
+
+
+def test_accuracies_are_the_measured_ones() -> None:
+    theirs, shown = rows_of(newest("cifar").read_text()), of_section("Accuracy")
+    for ours, arm in ARMS.items():
+        _, rate, *others = theirs[arm]
+        others = [cell.replace("-", "−") for cell in others]
+        assert shown[ours] == [rate.removesuffix(" (edge)"), *others], ours
+    assert len(shown) == len(ARMS) + 2  # and the head
+
+
+def test_gaps_are_the_measured_ones() -> None:
+    text = newest("gap").read_text()
+    gaps, slopes, _ = map(rows_of, text[text.index("| gap, nats") :].split("\n\n", 2))
+    shown = of_section("Larger models, longer training")
+    for ours, method in BRANCHES.items():
+        found = [f"{float(cell.split()[0]):.3f}" for cell in gaps[method]]
+        found = [cell.replace("-0.000", "0.000") for cell in found]
+        sizes = [", ".join(found[at : at + 3]) for at in (0, 3, 6)]
+        assert shown[ours] == [c.replace("-", "−") for c in (*sizes, *slopes[method])], ours
+    assert len(shown) == len(BRANCHES) + 2  # and the head
+
+
 def test_seconds_to_a_loss_are_the_measured_ones() -> None:
-    links = [rows_of(part) for part in TIMED.read_text().split("\n## ")[1:]]
+    links = [rows_of(part) for part in newest("time_to_loss").read_text().split("\n## ")[1:]]
     shown = rows_of((ROOT / "README.md").read_text())
-    evidence = (ROOT / "docs" / "evidence.md").read_text()
-    whole = rows_of(evidence)
-    assert TIMED.name in evidence
+    whole = of_section("Seconds to a loss")
     for ours, theirs in SHOWN.items():
         assert shown[ours] == [link[theirs][4].split(" ± ")[0] for link in links], ours
     for ours, theirs in {**SHOWN, "torch's fp16 hook, β₁ = 0": "torch fp16 hook, β₁ = 0"}.items():
@@ -95,7 +148,7 @@ def test_seconds_to_a_loss_are_the_measured_ones() -> None:
 def test_seconds_of_a_replay_are_the_measured_ones() -> None:
     newest = max((ROOT / "benchmarks" / "results").glob("replay_2*.json"))
     names = {"gpt2": "GPT-2", "resnet50": "ResNet-50"}
-    shown = rows_of((ROOT / "docs" / "evidence.md").read_text())
+    shown = of_section("GPUs, replayed")
     seen = 0
     for part in json.loads(newest.read_text()):
         row = shown.get(f"{names[part['model']]}, {part['workers']} workers, {part['link']}")
